@@ -1,0 +1,93 @@
+"""Multi-head self-attention over unpadded sequences, in both directions, with dropout of the weights.
+
+For each sequence and head:  out = dropout(softmax(Q K^T / sqrt(H))) V
+(Vaswani et al., "Attention is all you need", 2017, equation 1; dropout as in BERT).
+
+``qkv`` (T, 3, N, H) holds all sequences in one row; ``out`` is (T, N, H). Kept for backward by the
+reference: Q, K, V, the weights before and after dropout, (B, N, S, S) each. Softmax is fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels import dropout
+
+
+def attention_reference(
+    qkv: Tensor,  # (T, 3, N, H)
+    cu_seqlens: Tensor,  # (B + 1,) int32
+    max_seqlen: int,
+    dropout_p: float,
+    keys: Tensor | None,  # (T, 2) int32
+    site: int,
+) -> Tensor:  # (T, N, H)
+    """Padded to (B, S) and computed dense; a padding key gets no weight, a padding query is cut away."""
+    tokens, _, heads, size = qkv.shape
+    batch = cu_seqlens.numel() - 1
+    lengths = cu_seqlens.diff()
+    full = tokens == batch * max_seqlen
+    slots = _slots(cu_seqlens, lengths, tokens, max_seqlen)  # (T,)
+
+    def pad(rows: Tensor) -> Tensor:  # (T, X) -> (B, S, X)
+        if not full:
+            rows = rows.new_zeros(batch * max_seqlen, rows.shape[-1]).index_copy(0, slots, rows)
+        return rows.view(batch, max_seqlen, -1)
+
+    padded = pad(qkv.reshape(tokens, -1)).view(batch, max_seqlen, 3, heads, size)
+    q, k, v = padded.permute(2, 0, 3, 1, 4)  # (B, N, S, H) each
+    scores = (q / math.sqrt(size)) @ k.transpose(-2, -1)  # (B, N, S, S); scaled first: fp16 doesn't overflow
+    if not full:
+        absent = torch.arange(max_seqlen, device=qkv.device) >= lengths[:, None]  # (B, S)
+        scores = scores.masked_fill(absent[:, None, None, :], torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    if keys is not None and dropout_p > 0:
+        sites = site + dropout.HEAD * torch.arange(heads, dtype=torch.int32, device=qkv.device)
+        weights = dropout.apply(weights, pad(keys)[:, None], sites[:, None], dropout_p)
+    out: Tensor = (weights.to(v.dtype) @ v).transpose(1, 2).reshape(batch * max_seqlen, heads * size)
+    return (out if full else out.index_select(0, slots)).view(tokens, heads, size)
+
+
+def attention(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    dropout_p: float = 0.0,
+    keys: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """Self-attention inside each sequence of ``qkv`` (T, 3, N, H): (T, N, H), of the same dtype.
+
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, (B + 1,) int32; none is longer than
+    ``max_seqlen``. ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation; ``site`` names
+    this layer's attention. Raises ValueError if shapes or dtypes do not fit.
+    """
+    if qkv.dim() != 4 or qkv.shape[1] != 3 or not qkv.is_floating_point():
+        raise ValueError(f"qkv is {qkv.dtype} {tuple(qkv.shape)}; it must be floating point (T, 3, N, H)")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
+        shape = tuple(cu_seqlens.shape)
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {shape}; it must be int32 (B + 1,) with B > 0")
+    if keys is not None and keys.shape != (qkv.shape[0], 2):
+        raise ValueError(f"keys are {tuple(keys.shape)}; they must be ({qkv.shape[0]}, 2), a row a token")
+    if not cu_seqlens.is_cuda:  # on a GPU a look at the values would stop the queue
+        _check_lengths(cu_seqlens.tolist(), qkv.shape[0], max_seqlen)
+    return attention_reference(qkv, cu_seqlens, max_seqlen, dropout_p, keys, site)
+
+
+def _slots(cu_seqlens: Tensor, lengths: Tensor, tokens: int, max_seqlen: int) -> Tensor:
+    """Row of each token in the padded (B * S) layout: (T,) int64."""
+    rows = torch.arange(lengths.numel(), device=lengths.device) * max_seqlen  # (B,), where a sequence starts
+    shift = torch.repeat_interleave(rows - cu_seqlens[:-1], lengths, output_size=tokens)
+    return shift + torch.arange(tokens, device=lengths.device)
+
+
+def _check_lengths(ends: list[int], tokens: int, max_seqlen: int) -> None:
+    lengths = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    if ends[0] != 0 or ends[-1] != tokens or min(lengths) < 0:
+        raise ValueError(f"cu_seqlens goes from {ends[0]} to {ends[-1]}; it must rise from 0 to {tokens}")
+    if max(lengths) > max_seqlen:
+        raise ValueError(f"max_seqlen is {max_seqlen}, but a sequence has {max(lengths)} tokens")

@@ -1,0 +1,119 @@
+"""Dropout whose mask is a pure function of where an element stands, not of how often a generator was called.
+
+An element is named by (run seed, optimizer step, sample number, position, site, head, column). The mask
+is therefore the same under any cut of a global batch into micro-batches and ranks, and backward, or a
+recomputed forward, makes it again instead of keeping it.
+
+Three stages, from strong and rare to cheap and frequent, all in wrap-around integer arithmetic with
+logical right shifts, so that a GPU kernel repeats the last two in uint32 bit for bit:
+
+1. ``token_keys``, once a micro-batch: (seed, step, sample, position) -> 64 bits a token, by the finaliser
+   of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
+   figure 17), chained: h = mix64((h ^ part) + GAMMA).
+2. a row key (a, b) a token and site: a = mix32(key[0] + site * STEP_A), b = mix32(key[1] + site * STEP_B);
+   mix32 is C. Wellons' ``lowbias32`` ("Prospecting for hash functions", 2018). Attention has a row a
+   head: its site is ``site + head * HEAD``.
+3. a word for columns 2j and 2j + 1: mix32 of j * STEP_A + a, with b added after the first multiplication.
+   Its low half decides about column 2j, its high half about 2j + 1: an element is kept if its half, read
+   as a signed 16-bit number, is at least round(p * 65536) - 32768.
+
+So p is quantised to 1/65536, and the scale 1 / (1 - p) uses the quantised p: the expectation is exact.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HEAD = 1 << 16  # added to an attention's site once a head; plain sites are below it
+
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # constants as signed numbers, as torch's integers are
+_MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_MIX32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
+_STEP_A = 0x9E3779B9 - (1 << 32)
+_STEP_B = 0x85EBCA6B - (1 << 32)
+
+
+def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The dropout keys of a micro-batch's tokens for one optimizer step.
+
+    ``samples`` (B,) int64 are sample numbers in the run's order, ``positions`` (T,) int64 count inside
+    each sequence, ``cu_seqlens`` (B + 1,) int32 are cumulative lengths. Returns (T, 2) int32.
+    """
+    run = torch.full((1,), _wrap(seed, 64), dtype=torch.int64, device=samples.device)
+    run = _mix64(_mix64(run.add_(_GAMMA)).bitwise_xor_(step).add_(_GAMMA))  # (1,)
+    sequence = _mix64((run ^ samples).add_(_GAMMA))  # (B,)
+    token = torch.repeat_interleave(sequence, cu_seqlens.diff(), output_size=positions.numel())  # (T,)
+    return _mix64((token ^ positions).add_(_GAMMA)).view(torch.int32).view(-1, 2)  # (T, 2)
+
+
+def keep(keys: Tensor, site: int | Tensor, columns: int, p: float) -> Tensor:
+    """The mask, (..., columns) bool, of rows with ``keys`` (..., 2) int32: True where an element stays.
+
+    ``site`` is an int, or an int32 tensor that broadcasts against the rows: attention's, a head each.
+    """
+    return _halves(keys, site, columns) >= threshold(p) - 32768
+
+
+def multiplier(keys: Tensor, site: int | Tensor, columns: int, p: float, dtype: torch.dtype) -> Tensor:
+    """What ``apply`` multiplies by, (..., columns): 0 where dropped, 1 / (1 - p) where kept."""
+    cut = threshold(p)
+    # Comparing in place stays int16: torch vectorises that on CPUs, and not a comparison that gives bools.
+    kept = _halves(keys, site, columns).ge_(cut - 32768)
+    return kept.to(dtype).mul_(65536 / (65536 - cut))
+
+
+def apply(x: Tensor, keys: Tensor | None, site: int | Tensor, p: float) -> Tensor:
+    """Dropout of ``x`` (..., C) with ``keys`` (..., 2) int32; no keys (evaluation) or p = 0 returns ``x``."""
+    if keys is None or p == 0:
+        return x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x * multiplier(keys, site, x.shape[-1], p, wide)).to(x.dtype)
+
+
+def threshold(p: float) -> int:
+    """The p of 65536 equal chances that drop an element. ValueError if ``p`` leaves nothing to keep."""
+    cut = round(p * 65536)
+    if not 0 <= cut < 65536:
+        raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
+    return cut
+
+
+def _halves(keys: Tensor, site: int | Tensor, columns: int) -> Tensor:
+    """Stages 2 and 3: (..., columns) int16, uniform over all 65,536 values."""
+    if keys.dtype != torch.int32 or keys.shape[-1] != 2:
+        raise ValueError(f"dropout keys are {keys.dtype} {tuple(keys.shape)}; they must be int32 (..., 2)")
+    steps = (_STEP_A, _STEP_B)
+    shifts = [site * s if isinstance(site, Tensor) else _wrap(site * s, 32) for s in steps]
+    a = _mix32(keys[..., 0] + shifts[0])
+    b = _mix32(keys[..., 1] + shifts[1])
+    pairs = torch.arange((columns + 1) // 2, dtype=torch.int32, device=keys.device).mul_(_STEP_A)
+    word = _mix32(a[..., None] + pairs, b[..., None])  # (..., ceil(columns / 2))
+    return word.view(torch.int16)[..., :columns]  # the low half comes first
+
+
+def _mix32(h: Tensor, key: Tensor | None = None) -> Tensor:
+    """lowbias32 of int32 ``h``, in place, with ``key`` added after the first multiplication."""
+    h = _xor_shift(h, 16, 32).mul_(_MIX32[0])
+    if key is not None:
+        h.add_(key)
+    h = _xor_shift(h, 15, 32).mul_(_MIX32[1])
+    return _xor_shift(h, 16, 32)
+
+
+def _mix64(h: Tensor) -> Tensor:
+    """SplitMix64's finaliser of int64 ``h``, in place."""
+    h = _xor_shift(h, 30, 64).mul_(_MIX64[0])
+    h = _xor_shift(h, 27, 64).mul_(_MIX64[1])
+    return _xor_shift(h, 31, 64)
+
+
+def _wrap(value: int, bits: int) -> int:
+    """``value`` as a signed number of so many bits."""
+    half = 1 << (bits - 1)
+    return (value + half) % (2 * half) - half
+
+
+def _xor_shift(h: Tensor, by: int, bits: int) -> Tensor:
+    """h ^= h >>> by, in place; torch shifts signed numbers arithmetically, so the sign's copies are cut."""
+    return h.bitwise_xor_((h >> by).bitwise_and_((1 << (bits - by)) - 1))
