@@ -1,0 +1,47 @@
+"""The unpadded micro-batch: what the loader hands to the model.
+
+Shape letters, the same in every file: B sequences of a micro-batch, T tokens of all of them in one
+row, P masked positions, S sequence length, D hidden, N heads, H head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # label of a position or pair that has no target (PyTorch's own convention)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One unpadded micro-batch. Sequence b is ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]``."""
+
+    tokens: Tensor  # (T,) int64, ids after masking
+    segments: Tensor  # (T,) int64, 0 for [CLS] A [SEP], 1 for B [SEP]
+    positions: Tensor  # (T,) int64, position inside its own sequence, from 0
+    cu_seqlens: Tensor  # (B + 1,) int32, cumulative lengths, as FlashAttention's varlen interface has them
+    max_seqlen: int  # longest sequence of the micro-batch
+    samples: Tensor  # (B,) int64, sample numbers: position in the run's order, they key the dropout
+    masked: Tensor  # (P,) int64, index into T of each predicted token
+    labels: Tensor  # (P,) int64, the original ids there, or IGNORED
+    is_next: Tensor  # (B,) int64, 1 where B follows A, 0 where it is from another document, or IGNORED
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch on ``device``."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device, non_blocking=True)
+        return MicroBatch(**moved)
+
+
+@dataclass(frozen=True)
+class GlobalCounts:
+    """What a step's losses are divided by: counts over the whole global batch, known before it is read."""
+
+    targets: int  # masked positions
+    pairs: int  # sentence pairs
+    tokens: int  # valid tokens
+    squares: int  # sum of the squared sequence lengths: what attention costs

@@ -1,0 +1,7 @@
+"""The one error that a user sees: a line that says what is wrong, where, and what to change."""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Ends the program with its message on one line and exit code 2, without a traceback."""

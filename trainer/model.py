@@ -1,0 +1,225 @@
+"""BERT (Devlin et al., 2019) over unpadded micro-batches: embeddings, post-LN encoder, MLM and NSP heads.
+
+One row of T tokens goes through the whole model; sequences meet only in attention, which keeps them
+apart. The MLM head sees the P masked positions only, the pooler the first token of each sequence.
+
+A module holds the parameters that its own ``forward`` uses, and no smaller modules for them: ZeRO-3
+gathers and frees a whole layer at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.attention import attention
+from kernels.bias_gelu import APPROXIMATIONS, bias_gelu
+from kernels.cross_entropy import cross_entropy
+from kernels.embedding import embed
+from kernels.layer_norm import dropout_add_layer_norm, layer_norm
+from trainer.batch import IGNORED, MicroBatch
+
+VOCAB_MULTIPLE = 64  # table rows are padded to it: matrix products want it, exports cut it off
+
+# Dropout sites: the embeddings' is 0, layer i's are from SITES * (i + 1) on.
+SITES = 4
+ATTENTION, ATTENTION_OUT, MLP_OUT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model's shape and its regularisation. BERT-Base by default."""
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    intermediate: int = 3072
+    max_positions: int = 512
+    vocab_size: int = 30522
+    segments: int = 2
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    layer_norm_eps: float = 1e-12
+    gelu: str = "none"  # "none" is the exact function, "tanh" its approximation
+    initializer_range: float = 0.02
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the token table: the vocabulary and its padding."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def problems(self) -> list[str]:
+        """All that is wrong with the configuration, a line each."""
+        sizes = ("layers", "hidden", "heads", "intermediate", "max_positions", "vocab_size", "segments")
+        found = [f"{n} is {getattr(self, n)}; it must be at least 1" for n in sizes if getattr(self, n) < 1]
+        if self.heads > 0 and self.hidden % self.heads:
+            found.append(f"hidden is {self.hidden}; it must be a multiple of heads, {self.heads}")
+        for name in ("dropout", "attention_dropout"):
+            p = getattr(self, name)
+            if not 0 <= p <= 0.99:
+                found.append(f"{name} is {p}; it must be from 0 to 0.99")
+        if self.gelu not in APPROXIMATIONS:
+            found.append(f"gelu is {self.gelu!r}; it must be one of {', '.join(APPROXIMATIONS)}")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if not getattr(self, name) > 0:
+                found.append(f"{name} is {getattr(self, name)}; it must be above 0")
+        return found
+
+
+class Output(NamedTuple):
+    """Sums over one micro-batch, never means: the global batch's counts divide them.
+
+    A tuple, because DeepSpeed hooks the tensors that it finds in tuples.
+    """
+
+    mlm_loss: Tensor  # () fp32, summed over the labelled masked positions
+    nsp_loss: Tensor  # () fp32, summed over the labelled pairs
+    mlm_correct: Tensor  # () int64
+    nsp_correct: Tensor  # () int64
+
+
+class Layer(nn.Module):
+    """One encoder layer: self-attention and a two-layer perceptron, each dropped, added and normalised."""
+
+    def __init__(self, model: ModelConfig, number: int) -> None:
+        super().__init__()
+        self.model = model
+        self.site = SITES * (number + 1)
+        hidden, intermediate = model.hidden, model.intermediate
+        self.qkv_weight = _parameter(3 * hidden, hidden)
+        self.qkv_bias = _parameter(3 * hidden)
+        self.attention_out_weight = _parameter(hidden, hidden)
+        self.attention_out_bias = _parameter(hidden)
+        self.attention_norm_weight = _parameter(hidden)
+        self.attention_norm_bias = _parameter(hidden)
+        self.mlp_in_weight = _parameter(intermediate, hidden)
+        self.mlp_in_bias = _parameter(intermediate)
+        self.mlp_out_weight = _parameter(hidden, intermediate)
+        self.mlp_out_bias = _parameter(hidden)
+        self.mlp_norm_weight = _parameter(hidden)
+        self.mlp_norm_bias = _parameter(hidden)
+
+    def forward(self, x: Tensor, batch: MicroBatch, keys: Tensor | None) -> Tensor:
+        """(T, D) -> (T, D); ``keys`` (T, 2) int32 or None."""
+        model, site, eps = self.model, self.site, self.model.layer_norm_eps
+        qkv = F.linear(x, self.qkv_weight, self.qkv_bias)  # (T, 3D)
+        qkv = qkv.view(-1, 3, model.heads, model.hidden // model.heads)  # (T, 3, N, H)
+        mixed = attention(
+            qkv,
+            batch.cu_seqlens,
+            batch.max_seqlen,
+            dropout_p=model.attention_dropout,
+            keys=keys,
+            site=site + ATTENTION,
+        )  # (T, N, H)
+        y = F.linear(mixed.flatten(1), self.attention_out_weight, self.attention_out_bias)  # (T, D)
+        norm = self.attention_norm_weight, self.attention_norm_bias, eps
+        x = dropout_add_layer_norm(y, x, *norm, dropout_p=model.dropout, keys=keys, site=site + ATTENTION_OUT)
+        y = bias_gelu(F.linear(x, self.mlp_in_weight), self.mlp_in_bias, model.gelu)  # (T, F)
+        y = F.linear(y, self.mlp_out_weight, self.mlp_out_bias)  # (T, D)
+        norm = self.mlp_norm_weight, self.mlp_norm_bias, eps
+        return dropout_add_layer_norm(y, x, *norm, dropout_p=model.dropout, keys=keys, site=site + MLP_OUT)
+
+
+class Bert(nn.Module):
+    """BERT with both pre-training heads; the MLM decoder is the token table itself."""
+
+    def __init__(self, model: ModelConfig, seed: int = 0) -> None:
+        """Parameters start as ``initialise(seed)`` leaves them. ValueError for an unsound configuration."""
+        super().__init__()
+        if problems := model.problems():
+            raise ValueError("; ".join(problems))
+        self.model = model
+        hidden = model.hidden
+        self.token_table = _parameter(model.vocab_rows, hidden)
+        self.segment_table = _parameter(model.segments, hidden)
+        self.position_table = _parameter(model.max_positions, hidden)
+        self.embedding_norm_weight = _parameter(hidden)
+        self.embedding_norm_bias = _parameter(hidden)
+        self.layers = nn.ModuleList(Layer(model, number) for number in range(model.layers))
+        self.pooler_weight = _parameter(hidden, hidden)
+        self.pooler_bias = _parameter(hidden)
+        self.mlm_weight = _parameter(hidden, hidden)
+        self.mlm_bias = _parameter(hidden)
+        self.mlm_norm_weight = _parameter(hidden)
+        self.mlm_norm_bias = _parameter(hidden)
+        self.decoder_bias = _parameter(model.vocab_rows)
+        self.nsp_weight = _parameter(2, hidden)
+        self.nsp_bias = _parameter(2)
+        self.initialise(seed)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Normal weights and tables (``initializer_range``), zero biases, LayerNorm weights of one.
+
+        Each parameter has a generator of its own, seeded by (seed, name): its values do not depend on
+        which other parameters there are.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            if name.endswith("_bias"):
+                parameter.zero_()
+            elif name.endswith("_norm_weight"):
+                parameter.fill_(1.0)
+            else:
+                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+                values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(values.normal_(0.0, self.model.initializer_range, generator=generator))
+
+    def forward(self, batch: MicroBatch, keys: Tensor | None = None) -> Output:
+        """The losses of a micro-batch; ``keys`` (T, 2) int32 switch dropout on, None is evaluation."""
+        mlm_logits, nsp_logits = self._heads(self.encode(batch, keys), batch)
+        mlm_loss, mlm_correct = cross_entropy(mlm_logits, batch.labels, self.model.vocab_size)
+        # Class 0 is "B follows A", as in the published checkpoints.
+        classes = torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)  # (B,)
+        nsp_loss, nsp_correct = cross_entropy(nsp_logits, classes)
+        return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
+
+    def logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """MLM logits (P, V), without the vocabulary's padding, and NSP logits (B, 2); no dropout."""
+        mlm_logits, nsp_logits = self._heads(self.encode(batch, None), batch)
+        return mlm_logits[:, : self.model.vocab_size], nsp_logits
+
+    def encode(self, batch: MicroBatch, keys: Tensor | None = None) -> Tensor:
+        """The last layer's output (T, D). ValueError for a sequence longer than the position table."""
+        model = self.model
+        if batch.max_seqlen > model.max_positions:
+            seen = f"max_seqlen is {batch.max_seqlen}"
+            raise ValueError(f"{seen}; the model has {model.max_positions} positions")
+        x = embed(
+            batch.tokens,
+            batch.segments,
+            batch.positions,
+            self.token_table,
+            self.segment_table,
+            self.position_table,
+            self.embedding_norm_weight,
+            self.embedding_norm_bias,
+            model.layer_norm_eps,
+            dropout_p=model.dropout,
+            keys=keys,
+        )  # (T, D)
+        for layer in self.layers:
+            x = layer(x, batch, keys)
+        return x
+
+    def _heads(self, x: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(T, D) -> MLM logits (P, V with padding), NSP logits (B, 2)."""
+        y = F.linear(x.index_select(0, batch.masked), self.mlm_weight)  # (P, D)
+        y = bias_gelu(y, self.mlm_bias, self.model.gelu)
+        y = layer_norm(y, self.mlm_norm_weight, self.mlm_norm_bias, self.model.layer_norm_eps)
+        mlm_logits = F.linear(y, self.token_table, self.decoder_bias)  # (P, V)
+        first = x.index_select(0, batch.cu_seqlens[:-1])  # (B, D)
+        pooled = torch.tanh(F.linear(first, self.pooler_weight, self.pooler_bias))
+        return mlm_logits, F.linear(pooled, self.nsp_weight, self.nsp_bias)  # (P, V), (B, 2)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape))
