@@ -1,0 +1,148 @@
+"""LAMB and Adam against implementations written from the papers, in NumPy and in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from kernels.lamb import trust_ratios
+from trainer.model import Bert, ModelConfig
+from trainer.optimizer import LambertOptimizer, OptimizerConfig, decays, make_optimizer
+from trainer.partition import Buffer, Partition, Slice
+
+RATE, STEPS = 0.01, 20
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shapes() -> dict[str, torch.Size]:
+    return {"large": torch.Size([8, 4]), "small": torch.Size([4, 3]), "bias": torch.Size([5])}
+
+
+def flat_partition(seed: int = 0, padding: float = 0.0) -> tuple[Partition, torch.Tensor]:
+    """All of ``shapes`` in one flat buffer, as ZeRO 1 on one rank has them, with three elements of padding."""
+    generator = torch.Generator().manual_seed(seed)
+    at, slices = 0, []
+    for name, shape in shapes().items():
+        slices.append(Slice(name, 0, at, shape.numel()))
+        at += shape.numel()
+    master = torch.randn(at + 3, generator=generator)
+    master[:32] *= 100.0  # norms that differ by a factor of ten thousand
+    master[32:44] *= 0.01
+    master[at:] = padding
+    master.requires_grad_(True)
+    return Partition((Buffer(master, tuple(slices)),), shapes(), True), master
+
+
+def gradient(step: int) -> torch.Tensor:
+    return torch.randn(49 + 3, generator=torch.Generator().manual_seed(1000 + step))
+
+
+def bound(config: OptimizerConfig, partition: Partition) -> LambertOptimizer:
+    optimizer = make_optimizer(iter([partition.buffers[0].master]), config)
+    optimizer.bind(partition)
+    optimizer.rate = RATE
+    return optimizer
+
+
+def paper(config: OptimizerConfig, weights: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]]) -> None:
+    """You et al. 2020, Algorithm 2 (lamb) or Loshchilov & Hutter 2019, Algorithm 2 (adam), whole tensors, fp64."""
+    mean = {name: np.zeros_like(w) for name, w in weights.items()}
+    square = {name: np.zeros_like(w) for name, w in weights.items()}
+    for t, step in enumerate(gradients, 1):
+        for name, g in step.items():
+            mean[name] = config.beta1 * mean[name] + (1 - config.beta1) * g
+            square[name] = config.beta2 * square[name] + (1 - config.beta2) * g * g
+            m, v = mean[name], square[name]
+            if config.bias_correction:
+                m, v = m / (1 - config.beta1**t), v / (1 - config.beta2**t)
+            update = m / (np.sqrt(v) + config.epsilon)
+            ratio = 1.0
+            if weights[name].ndim > 1:
+                update = update + config.weight_decay * weights[name]
+                if config.name == "lamb":
+                    ratio = np.linalg.norm(weights[name]) / np.linalg.norm(update)
+            weights[name] = weights[name] - RATE * ratio * update
+
+
+def cut(flat: torch.Tensor) -> dict[str, np.ndarray]:
+    sizes = [shape.numel() for shape in shapes().values()]
+    parts = flat.detach().double()[: sum(sizes)].split(sizes)
+    return {name: part.view(shape).numpy() for (name, shape), part in zip(shapes().items(), parts, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["lamb", "adam"])
+@pytest.mark.parametrize("correction", [True, False])
+def test_steps_are_the_papers(name: str, correction: bool) -> None:
+    config = OptimizerConfig(name=name, bias_correction=correction)  # type: ignore[arg-type]
+    partition, master = flat_partition()
+    expected = cut(master)
+    optimizer = bound(config, partition)
+    for step in range(STEPS):
+        master.grad = gradient(step)
+        optimizer.step()
+    paper(config, expected, [cut(gradient(step)) for step in range(STEPS)])
+    for name_, weight in cut(master).items():
+        error = np.linalg.norm(weight - expected[name_]) / np.linalg.norm(expected[name_])
+        assert error < 1e-6, (name_, error)
+
+
+def test_poisoned_padding_never_enters_a_norm() -> None:
+    clean, poisoned = flat_partition(), flat_partition(padding=float("nan"))
+    for partition, master in (clean, poisoned):
+        optimizer = bound(OptimizerConfig(gradient_clipping=1.0), partition)
+        master.grad = gradient(0)
+        if partition is poisoned[0]:
+            master.grad[-3:] = float("nan")
+        optimizer.step()
+        assert torch.isfinite(optimizer.gradient_norm)
+    assert torch.equal(clean[1][:-3], poisoned[1][:-3])
+
+
+def test_norm_is_global_unscaled_and_before_clipping() -> None:
+    partition, master = flat_partition()
+    optimizer = bound(OptimizerConfig(gradient_clipping=1e-9), partition)
+    optimizer.gradient_scale = 1024.0
+    master.grad = gradient(0) * 1024.0
+    optimizer.step()
+    assert float(optimizer.gradient_norm) == pytest.approx(float(gradient(0)[:-3].norm()), rel=1e-6)
+
+
+def test_clipping_bounds_the_gradient_that_the_moments_see() -> None:
+    partition, master = flat_partition()
+    optimizer = bound(OptimizerConfig(name="adam", gradient_clipping=0.5, beta1=0.0), partition)
+    master.grad = gradient(0)
+    optimizer.step()
+    seen = optimizer.moments(partition.buffers[0])["exp_avg"][:-3]
+    assert float(seen.norm()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_trust_ratio_is_one_where_either_norm_is_zero() -> None:
+    ratios = trust_ratios(torch.tensor([[4.0, 1.0], [0.0, 1.0], [4.0, 0.0], [0.0, 0.0]]))
+    assert ratios.tolist() == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_an_unbound_optimizer_does_nothing() -> None:
+    """DeepSpeed's initialisation may call step on zero gradients; weights and step count stay."""
+    partition, master = flat_partition()
+    optimizer = make_optimizer(iter([master]), OptimizerConfig())
+    before = master.detach().clone()
+    master.grad = torch.zeros_like(master)
+    optimizer.step()
+    assert torch.equal(master, before) and optimizer.steps == 0
+
+
+def test_every_bias_and_layer_norm_is_undecayed_and_every_matrix_decayed() -> None:
+    model = Bert(ModelConfig(layers=1, hidden=16, heads=2, intermediate=32, vocab_size=50))
+    undecayed = {name for name, p in model.named_parameters() if not decays(p.shape)}
+    assert undecayed == {name for name, _ in model.named_parameters() if name.endswith("bias") or "norm" in name}

@@ -1,0 +1,185 @@
+"""The engine: one optimizer step over any number of micro-batches, on DeepSpeed's ZeRO.
+
+The only file that imports DeepSpeed. Its configuration is derived here from Lambert's own, with every
+default that matters stated; nobody writes one by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from kernels.dropout import token_keys
+from trainer.batch import GlobalCounts, MicroBatch
+from trainer.errors import TrainerError
+from trainer.loss_scale import LossScale, next_scale
+from trainer.model import Bert, ModelConfig, Output
+from trainer.optimizer import OptimizerConfig, make_optimizer
+from trainer.partition import read_partition, refresh_weights
+from trainer.world import World, use_own_extensions
+
+SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct")  # what a step's sums hold, in this order
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sharding and precision."""
+
+    zero_stage: Literal[0, 1, 2] = 1
+    precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs
+    initial_loss_scale: float = 2.0**16  # fp16 only
+    loss_scale_growth_interval: int = 1000  # good steps in a row before the scale doubles
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        found = []
+        if self.precision == "fp16" and self.zero_stage == 0:
+            found.append("precision fp16 does not run at zero_stage 0 in DeepSpeed: set zero_stage to 1 or 2")
+        if self.precision == "bf16" and self.zero_stage != 2:
+            found.append(f"precision bf16 runs at zero_stage 2 only, not {self.zero_stage}: set zero_stage to 2")
+        if not self.initial_loss_scale >= 1:
+            found.append(f"initial_loss_scale is {self.initial_loss_scale}: must be 1 or more")
+        if self.loss_scale_growth_interval < 1:
+            found.append(f"loss_scale_growth_interval is {self.loss_scale_growth_interval}: must be 1 or more")
+        return found
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did. Tensors stay on the device, so that nothing waits for them."""
+
+    sums: Tensor  # (4,) fp64, SUMS of this rank's micro-batches
+    gradient_norm: Tensor  # () fp32, global, unscaled, before clipping
+    trust: Tensor | None  # (K,) fp32, LAMB's ratios
+    applied: bool  # False when the gradients overflowed
+    loss_scale: float
+
+
+def resolve_precision(config: EngineConfig, device: torch.device) -> str:
+    """The precision that runs on this device. Raises TrainerError where it cannot."""
+    if config.precision == "auto":
+        return "fp16" if device.type == "cuda" and config.zero_stage > 0 else "fp32"
+    if config.precision == "fp16" and device.type == "cpu":
+        raise TrainerError("engine.precision is fp16 but this run is on CPUs: set it to auto, fp32 or bf16")
+    return config.precision
+
+
+def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's configuration, with every default that matters stated. Pure.
+
+    ``parameters``: elements of the whole model; the reduction bucket holds them all, so one collective
+    does, up to DeepSpeed's own bound.
+    """
+    bucket = min(500_000_000, parameters + parameters % 2)
+    return {
+        # Lambert cuts batches itself; DeepSpeed only checks that these three agree
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": ranks,
+        "gradient_allreduce_op": "sum",  # the loss is already divided by the counts of the global batch
+        "gradient_clipping": 0.0,  # 1.0 by default; the optimizer clips, by the unscaled norm
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # static: trainer/loss_scale.py scales
+        "bf16": {"enabled": precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,  # trainer/optimizer.py is exact under partitions, and tested
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+            "reduce_scatter": True,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "round_robin_gradients": False,
+            "parameter_alignment": False,
+            "ignore_unused_parameters": True,
+            "compute_grad_norm": config.zero_stage == 0,  # False is refused at 0; the optimizer knows the norm
+        },
+    }
+
+
+def build_extensions() -> None:
+    """Compile what DeepSpeed would compile at its first start without a GPU, so that this start is quick."""
+    if torch.cuda.is_available():
+        return
+    use_own_extensions()
+    print("lambert: compiling DeepSpeed's CPU communication (about a minute, once)", flush=True)
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    ShareMemCommBuilder().load(verbose=False)
+
+
+class Engine:
+    """A model, its optimizer and its loss scale on this rank's device.
+
+    Attributes that a checkpoint holds: ``partition``, ``optimizer`` (moments, steps), ``loss_scale``.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, optimizer: OptimizerConfig, world: World, seed: int
+    ) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        self.world, self.seed, self.stage = world, seed, config.zero_stage
+        self.precision = resolve_precision(config, world.device)
+        module = Bert(model, seed)
+        self.parameters = sum(p.numel() for p in module.parameters())
+        self.optimizer = make_optimizer(module.parameters(), optimizer)
+        self._deepspeed, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=self.optimizer,
+            config=deepspeed_config(config, self.precision, world.size, self.parameters),
+            dist_init_required=False,
+        )
+        self.model: Bert = self._deepspeed.module
+        self.partition = read_partition(self._deepspeed, config.zero_stage)
+        self.optimizer.bind(self.partition)
+        scaled = self.precision == "fp16"
+        self.loss_scale = LossScale(
+            config.initial_loss_scale if scaled else 1.0, growth_interval=config.loss_scale_growth_interval
+        )
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What really runs, by name."""
+        return {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "precision": self.precision}
+
+    def step(self, batches: Sequence[MicroBatch], counts: GlobalCounts, step: int, rate: float) -> StepResult:
+        """One optimizer step over this rank's micro-batches of a global batch.
+
+        The loss is ``MLM sum / counts.targets + NSP sum / counts.pairs`` over all ranks, however the
+        global batch is cut. All ranks give the same number of micro-batches. ``step`` keys the
+        dropout; ``rate`` is the learning rate. Raises TrainerError when the loss scale is at its floor.
+        """
+        self.model.train()
+        self.optimizer.rate, self.optimizer.gradient_scale = rate, self.loss_scale.scale
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.world.device)
+        for index, batch in enumerate(batches):
+            self._deepspeed.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            sums += self._micro_step(batch, counts, step)
+        self._deepspeed.step()
+        applied = bool(self._deepspeed.was_step_applied())
+        used = self.loss_scale.scale
+        if self.precision == "fp16":
+            self.loss_scale = next_scale(self.loss_scale, not applied)
+        return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, applied, used)
+
+    def refresh_weights(self) -> None:
+        """Make the weights those of the masters, after a checkpoint filled these."""
+        refresh_weights(self._deepspeed, self.stage)
+
+    def _micro_step(self, batch: MicroBatch, counts: GlobalCounts, step: int) -> Tensor:
+        batch = batch.to(self.world.device)
+        keys = token_keys(self.seed, step, batch.samples, batch.positions, batch.cu_seqlens)
+        output: Output = self._deepspeed(batch, keys)
+        loss = output.mlm_loss / max(counts.targets, 1) + output.nsp_loss / max(counts.pairs, 1)
+        self._deepspeed.backward(loss * self.loss_scale.scale, scale_wrt_gas=False)
+        return torch.stack([getattr(output, name).detach().double() for name in SUMS])
