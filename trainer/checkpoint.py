@@ -1,0 +1,301 @@
+"""Checkpoints in Lambert's own layout: tensors in safetensors, everything else in one JSON, no pickle.
+
+    step-00001200/
+        part-00000-of-00002.safetensors   what rank 0 owned: weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
+        part-00001-of-00002.safetensors   what rank 1 owned
+        checkpoint.json                   shapes, parts with their sha256, and the run's record
+    latest                                the newest one's name, moved last
+
+A part may hold a whole parameter or a flat piece of one; its metadata say where the piece begins, so any
+number of ranks under any ZeRO stage puts whole tensors together again. The weights are the fp32 masters.
+A folder gets its name only when all its parts are on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.errors import TrainerError
+from trainer.model import Bert, ModelConfig
+from trainer.optimizer import MOMENTS, LambertOptimizer
+from trainer.partition import Buffer, Partition, Slice
+from trainer.world import World
+
+FORMAT, VERSION = "lambert-checkpoint", 1
+KINDS = ("weight", *MOMENTS)
+_NAME = re.compile(r"step-\d{8,}")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and how many to keep."""
+
+    every_steps: int = 1000
+    keep: int = 3  # newest ones; older ones are removed after a save
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        return [
+            f"{name} is {getattr(self, name)}: must be 1 or more"
+            for name in ("every_steps", "keep")
+            if getattr(self, name) < 1
+        ]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    folder: Path
+    shapes: dict[str, torch.Size]
+    parts: tuple[str, ...]
+    record: dict[str, Any]  # what the run saved beside the tensors
+
+
+def save(root: Path, step: int, optimizer: LambertOptimizer, record: dict[str, Any], world: World) -> Path:
+    """Write the checkpoint of ``step`` under ``root``; every rank calls it and writes its own part.
+
+    Returns the final folder. Raises TrainerError on every rank when any rank could not write; nothing
+    then has a final name.
+    """
+    assert optimizer.partition is not None
+    final = root / f"step-{step:08d}"
+    temporary = root / f".{final.name}.tmp"
+    if world.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    name = f"part-{world.rank:05d}-of-{world.size:05d}.safetensors"
+    _together(lambda: _write_part(temporary / name, optimizer, optimizer.partition), final, world)
+    _together(lambda: _publish(temporary, final, optimizer, record) if world.is_main else None, final, world)
+    return final
+
+
+def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint under ``root`` (None without any), and why newer ones were passed over."""
+    passed = []
+    names = [path.name for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+    for name in sorted(names, key=lambda name: int(name[5:]), reverse=True):
+        try:
+            return read(root / name), passed
+        except TrainerError as error:
+            passed.append(str(error))
+    return None, passed
+
+
+def read(folder: Path) -> Checkpoint:
+    """Open one checkpoint and check that its parts are there, whole in size.
+
+    Raises TrainerError naming what is missing, foreign or short.
+    """
+    try:
+        tree = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise TrainerError(f"{folder} is not a whole checkpoint: it has no readable checkpoint.json") from None
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
+        raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
+    for part in tree["parts"]:
+        path = folder / part["name"]
+        size = path.stat().st_size if path.is_file() else None
+        if size != part["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
+            raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
+    shapes = {name: torch.Size(shape) for name, shape in tree["shapes"].items()}
+    return Checkpoint(folder, shapes, tuple(part["name"] for part in tree["parts"]), tree["record"])
+
+
+def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
+    """Fill this rank's masters and moments from any number of parts, in place.
+
+    Raises TrainerError when a part is damaged or the checkpoint is of another model.
+    """
+    partition = optimizer.partition
+    assert partition is not None
+    _require_same_model(checkpoint, partition)
+    verify(checkpoint)
+    pieces = _Pieces(checkpoint)
+    for buffer in partition.buffers:
+        for kind, flat in _tensors(optimizer, buffer).items():
+            for part in buffer.slices:
+                flat[part.offset : part.offset + part.length] = pieces.read(kind, part.name, part.start, part.length)
+    optimizer.steps = int(checkpoint.record["optimizer"]["steps"])
+
+
+def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """All parameters, whole, fp32, on the CPU. Raises TrainerError when a part is damaged."""
+    verify(checkpoint)
+    pieces = _Pieces(checkpoint)
+    return {
+        name: pieces.read("weight", name, 0, shape.numel()).view(shape) for name, shape in checkpoint.shapes.items()
+    }
+
+
+def load_model(path: Path) -> Bert:
+    """The model of one checkpoint, or of the newest one in a run's folder; fp32, on the CPU.
+
+    Raises TrainerError when there is no whole checkpoint.
+    """
+    checkpoint = find(path)
+    model = Bert(ModelConfig(**checkpoint.record["config"]["model"]))
+    model.load_state_dict(load_weights(checkpoint))
+    return model
+
+
+def find(path: Path) -> Checkpoint:
+    """``path`` as a checkpoint, or the newest whole one in it. Raises TrainerError without any."""
+    if (path / "checkpoint.json").is_file():
+        return read(path)
+    found, passed = newest(path)
+    if found is None:
+        raise TrainerError("; ".join([f"no whole checkpoint in {path}: name a run's folder or a step-… in it", *passed]))
+    return found
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Prove every part by its sha256. Raises TrainerError with the name of the first damaged one."""
+    parts = json.loads((checkpoint.folder / "checkpoint.json").read_text(encoding="utf-8"))["parts"]
+    for part in parts:
+        if _sha256(checkpoint.folder / part["name"]) != part["sha256"]:
+            raise TrainerError(
+                f"checkpoint {checkpoint.folder} is damaged: the sha256 of {part['name']} differs; remove this folder "
+                "to go on from an older checkpoint"
+            )
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the ``keep`` newest checkpoints."""
+    names = sorted((path for path in root.glob("step-*") if _NAME.fullmatch(path.name)), key=lambda p: int(p.name[5:]))
+    for folder in names[:-keep]:
+        shutil.rmtree(folder)
+
+
+def _tensors(optimizer: LambertOptimizer, buffer: Buffer) -> dict[str, Tensor]:
+    """The flat tensors of one buffer by kind."""
+    return {"weight": buffer.master.detach().view(-1), **optimizer.moments(buffer)}
+
+
+def _write_part(path: Path, optimizer: LambertOptimizer, partition: Partition) -> None:
+    tensors, starts = {}, {}
+    for buffer in partition.buffers:
+        for kind, flat in _tensors(optimizer, buffer).items():
+            for part in buffer.slices:
+                if partition.shared or dist.get_rank() == 0:  # whole copies on every rank: one is enough
+                    tensors[f"{kind}/{part.name}"] = _piece(flat, part, partition)
+                    starts[part.name] = part.start
+    save_file(tensors, path, metadata={"starts": json.dumps(starts)})
+    _sync(path)
+    # beside it, for rank 0, which writes the whole list: ranks share this folder and nothing else
+    path.with_suffix(".json").write_text(
+        json.dumps({"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}), encoding="utf-8"
+    )
+
+
+def _piece(flat: Tensor, part: Slice, partition: Partition) -> Tensor:
+    piece = flat[part.offset : part.offset + part.length].cpu()
+    shape = partition.shapes[part.name]
+    return piece.view(shape).clone() if part.length == shape.numel() else piece.clone()
+
+
+def _publish(temporary: Path, final: Path, optimizer: LambertOptimizer, record: dict[str, Any]) -> None:
+    assert optimizer.partition is not None
+    sidecars = sorted(temporary.glob("part-*.json"))
+    tree = {
+        "format": FORMAT,
+        "version": VERSION,
+        "shapes": {name: list(shape) for name, shape in optimizer.partition.shapes.items()},
+        "parts": [json.loads(path.read_text(encoding="utf-8")) for path in sidecars],
+        "record": record,
+    }
+    for path in sidecars:
+        path.unlink()
+    (temporary / "checkpoint.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    _sync(temporary / "checkpoint.json")
+    _sync(temporary)
+    shutil.rmtree(final, ignore_errors=True)  # the same step, saved by an earlier attempt
+    os.replace(temporary, final)
+    pointer = final.parent / ".latest.tmp"
+    pointer.write_text(final.name + "\n", encoding="utf-8")
+    _sync(pointer)
+    os.replace(pointer, final.parent / "latest")
+    _sync(final.parent)
+
+
+def _together(action: Any, final: Path, world: World) -> None:
+    """Run ``action`` on this rank and raise on all ranks when it failed on any."""
+    failure = ""
+    try:
+        action()
+    except (OSError, RuntimeError) as error:
+        failure = f"rank {world.rank} cannot write checkpoint {final}: {error}"
+    failed = torch.tensor([int(bool(failure))], device=world.device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if failed.item():
+        raise TrainerError(failure or f"another rank could not write checkpoint {final}; its own line says why")
+
+
+def _require_same_model(checkpoint: Checkpoint, partition: Partition) -> None:
+    if checkpoint.shapes == partition.shapes:
+        return
+    names = sorted(checkpoint.shapes.keys() | partition.shapes.keys())
+    different = [n for n in names if checkpoint.shapes.get(n) != partition.shapes.get(n)]
+    name = different[0]
+    theirs, ours = checkpoint.shapes.get(name), partition.shapes.get(name)
+    raise TrainerError(
+        f"checkpoint {checkpoint.folder} is of another model: {len(different)} parameters differ, first {name} "
+        f"({list(theirs) if theirs else 'absent'} there, {list(ours) if ours else 'absent'} in this run); give "
+        "run.folder another name or restore the model section"
+    )
+
+
+class _Pieces:
+    """Reads flat ranges of parameters from whichever parts hold them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.folder = checkpoint.folder
+        self.files = [safe_open(checkpoint.folder / name, framework="pt") for name in checkpoint.parts]
+        self.starts = [json.loads(file.metadata()["starts"]) for file in self.files]
+
+    def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
+        """Elements ``start … start + length`` of the flattened tensor, fp32. Raises TrainerError on a gap."""
+        wanted = torch.empty(length)
+        filled = 0
+        for low, piece in self._pieces(kind, name):
+            begin, end = max(low, start), min(low + piece.numel(), start + length)
+            if begin < end:
+                wanted[begin - start : end - start] = piece[begin - low : end - low]
+                filled += end - begin
+        if filled != length:
+            raise TrainerError(f"checkpoint {self.folder} lacks {length - filled} elements of {kind}/{name}")
+        return wanted
+
+    def _pieces(self, kind: str, name: str) -> Iterator[tuple[int, Tensor]]:
+        for file, starts in zip(self.files, self.starts, strict=True):
+            if name in starts:
+                yield starts[name], file.get_tensor(f"{kind}/{name}").view(-1)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
