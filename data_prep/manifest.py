@@ -1,0 +1,149 @@
+"""manifest.json: what a data set holds and what made it. Written last: without it, there is no data set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from data_prep.atomic import replacing
+from data_prep.errors import DataError
+from data_prep.settings import Settings
+from data_prep.tokenizer import SpecialIds
+
+FORMAT, VERSION = "lambert-shards", 1
+MANIFEST = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
+TOKEN_COUNTS = "token_counts.npy"
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """The tokenizer in the folder ``tokenizer``; the hash is `Tokenizer.sha256`."""
+
+    vocab_size: int
+    sha256: str
+    specials: SpecialIds
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """A text file: bytes and hash as it lay on disk, and what was taken from it."""
+
+    name: str
+    bytes: int
+    sha256: str
+    tokens: int
+    unknown: int  # tokens that are [UNK]
+    cut: int  # cuts in sentences that were too long
+
+
+@dataclass(frozen=True)
+class CorpusRecord:
+    """What was read."""
+
+    files: tuple[SourceRecord, ...]
+    documents: int
+    lone_sentences: int  # documents of one sentence: they start no pair
+    sentences: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Over all samples; tokens count control tokens, is_next the true pairs."""
+
+    samples: int
+    tokens: int
+    masked: int
+    is_next: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A shard and its index; counts as in `Counts`."""
+
+    name: str
+    bytes: int
+    sha256: str
+    index_sha256: str
+    samples: int
+    tokens: int
+    masked: int
+    is_next: int
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """int64[V]: how often each ordinary token stands in the unmasked samples."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole data set. The fingerprint is of settings, tokenizer and corpus: of equal ones, equal shards."""
+
+    format: str
+    version: int
+    fingerprint: str
+    settings: Settings
+    tokenizer: TokenizerRecord
+    corpus: CorpusRecord
+    counts: Counts
+    shards: tuple[ShardRecord, ...]
+    token_counts: TokenCounts
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Raises DataError if it is missing, no JSON, of another format or version, or lacks a field."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError:
+        raise DataError(f"{folder} holds no {MANIFEST}: not a data set, or its build has not ended") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error})") from None
+    found = (content.get("format"), content.get("version")) if isinstance(content, dict) else None
+    if found != (FORMAT, VERSION):
+        raise DataError(f"{path}: wanted format {FORMAT} version {VERSION}, found {found}")
+    manifest: Manifest = _parse(Manifest, content, str(path))
+    return manifest
+
+
+def save_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes it in one stroke."""
+    with replacing(folder / MANIFEST) as file:
+        file.write(json.dumps(asdict(manifest), indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def manifest_hash(folder: Path) -> str:
+    """The sha256 of the manifest, which names every shard by its own: it stands for the whole data set."""
+    return file_sha256(folder / MANIFEST)
+
+
+def file_sha256(path: Path) -> str:
+    """Of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parse(kind: Any, value: Any, place: str) -> Any:
+    """JSON to a dataclass, tuple or plain value; no field may be missing, unknown or of another type."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        names = {field.name for field in fields(kind)}
+        if not isinstance(value, dict) or set(value) != names:
+            raise DataError(f"{place}: wanted the fields {sorted(names)}")
+        hints = get_type_hints(kind)
+        return kind(**{name: _parse(hints[name], value[name], f"{place}: {name}") for name in names})
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise DataError(f"{place}: wanted a list")
+        return kind(_parse(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value))
+    allowed = (int, float) if kind is float else kind
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        raise DataError(f"{place}: wanted {getattr(kind, '__name__', kind)}, found {value!r}")
+    return value

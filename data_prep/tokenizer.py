@@ -1,0 +1,221 @@
+"""BERT's WordPiece tokenizer: train it, load it, write it for `transformers`.
+
+The text is cleaned as BERT cleans it: control and zero-width characters vanish (and join what they part),
+Chinese characters stand alone, a word with a character outside the vocabulary becomes [UNK] as a whole.
+The encoder here knows no added tokens, so "[MASK]" written in a text is three pieces, never the control id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Encoder
+
+from data_prep.atomic import replacing
+from data_prep.errors import DataError
+
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+CONTINUING = "##"
+LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
+BATCH = 128  # sentences encoded at once
+DEFAULTS = {
+    "tokenizer_class": "BertTokenizer",
+    "do_lower_case": True,
+    "strip_accents": None,
+    "tokenize_chinese_chars": True,
+    "model_max_length": 512,
+} | {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """The ids of the control tokens."""
+
+    pad: int
+    unk: int
+    cls: int
+    sep: int
+    mask: int
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary with its cleaning; ``settings`` is its ``tokenizer_config.json``."""
+
+    encoder: Encoder
+    specials: SpecialIds
+    settings: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are 0..vocab_size-1."""
+        return int(self.encoder.get_vocab_size())
+
+    @property
+    def pieces(self) -> list[str]:
+        """The vocabulary in the order of its ids."""
+        vocab = self.encoder.get_vocab()
+        return sorted(vocab, key=vocab.__getitem__)
+
+    def sha256(self) -> str:
+        """Of what decides the ids: the vocabulary and the cleaning, not the layout of a file."""
+        parts = json.loads(self.encoder.to_str())
+        identity = [self.pieces, parts["normalizer"], parts["pre_tokenizer"]]
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, sentences: list[str]) -> Iterator[list[int]]:
+        """The ids of each sentence, without control tokens; empty for a sentence without visible text."""
+        for start in range(0, len(sentences), BATCH):
+            batch = self.encoder.encode_batch_fast(sentences[start : start + BATCH], add_special_tokens=False)
+            yield from (encoding.ids for encoding in batch)
+
+    def save(self, folder: Path) -> None:
+        """Writes what `transformers` loads: vocab.txt, tokenizer.json and tokenizer_config.json."""
+        published = Encoder.from_str(self.encoder.to_str())
+        published.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
+        published.post_processor = processors.BertProcessing(
+            ("[SEP]", self.specials.sep), ("[CLS]", self.specials.cls)
+        )
+        published.decoder = decoders.WordPiece(CONTINUING)
+        folder.mkdir(parents=True, exist_ok=True)
+        contents = {
+            "vocab.txt": "\n".join(self.pieces),
+            "tokenizer.json": published.to_str(pretty=True),
+            "tokenizer_config.json": json.dumps(self.settings, indent=2, sort_keys=True),
+        }
+        for name, content in contents.items():
+            with replacing(folder / name) as file:
+                file.write(content.encode() + b"\n")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """A WordPiece tokenizer from ``tokenizer.json``, or from ``vocab.txt`` as Google published BERT.
+
+    Raises DataError when neither is there or readable, or when a control token is missing.
+    """
+    if not folder.is_dir():
+        raise DataError(f"tokenizer folder {folder} does not exist; `python -m data_prep vocab` makes one")
+    settings = DEFAULTS | _read_settings(folder / "tokenizer_config.json")
+    try:
+        if (folder / "tokenizer.json").exists():
+            encoder = _read_encoder(folder / "tokenizer.json")
+        elif (folder / "vocab.txt").exists():
+            pieces = (folder / "vocab.txt").read_text("utf-8").rstrip("\n").split("\n")
+            encoder = _bert_encoder(pieces, settings)
+        else:
+            raise DataError(f"tokenizer folder {folder} holds neither tokenizer.json nor vocab.txt")
+    except UnicodeDecodeError as error:
+        raise DataError(f"tokenizer in {folder}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    vocab = encoder.get_vocab()
+    missing = [name for name in SPECIALS if name not in vocab]
+    if missing:
+        raise DataError(f"tokenizer in {folder}: the vocabulary lacks {' '.join(missing)}")
+    specials = SpecialIds(*(vocab[name] for name in SPECIALS))
+    if len(vocab) != max(vocab.values()) + 1:
+        raise DataError(f"tokenizer in {folder}: the vocabulary has repeated pieces or gaps between its ids")
+    _refuse_control_ids(encoder, specials, folder)
+    return Tokenizer(encoder, specials, settings)
+
+
+def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool) -> Tokenizer:
+    """Learns a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
+
+    `tokenizers` numbers the characters in the order of a hash table, which differs from run to run, and
+    breaks ties by these numbers. So they are given to it in a fixed order, as if they were special.
+    """
+    settings = DEFAULTS | {"do_lower_case": not cased}
+    encoder = _bert_encoder(list(SPECIALS), settings)
+    words = _count_words(encoder, paragraphs)
+    alphabet, pieces = _alphabet(words)
+    if not words:
+        raise DataError("no text found to learn a vocabulary from")
+    if len(SPECIALS) + len(pieces) > size:
+        needed = len(SPECIALS) + len(pieces)
+        raise DataError(f"--size {size} is too small: the characters alone need {needed}")
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=[*SPECIALS, *pieces],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(_repeated(words), trainer)
+    vocab = encoder.get_vocab()
+    encoder = _bert_encoder(sorted(vocab, key=vocab.__getitem__), settings)
+    return Tokenizer(encoder, SpecialIds(*range(len(SPECIALS))), settings)
+
+
+def _count_words(encoder: Encoder, paragraphs: Iterable[str]) -> Counter[str]:
+    words: Counter[str] = Counter()
+    for paragraph in paragraphs:
+        clean = encoder.normalizer.normalize_str(paragraph)
+        words.update(word for word, _ in encoder.pre_tokenizer.pre_tokenize_str(clean))
+    return words
+
+
+def _alphabet(words: Counter[str]) -> tuple[list[str], list[str]]:
+    """The most frequent characters, and the pieces they occur as: ``c`` first in a word, ``##c`` after."""
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for character in word:
+            counts[character] += count
+    kept = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:LARGEST_ALPHABET]
+    following = {character for word in words for character in word[1:]}.intersection(kept)
+    return sorted(kept), sorted(kept) + [CONTINUING + character for character in sorted(following)]
+
+
+def _repeated(words: Counter[str]) -> Iterator[str]:
+    """Each word as often as it was counted: the trainer takes texts, not counts."""
+    for word, count in words.items():
+        for start in range(0, count, BATCH):
+            yield " ".join([word] * min(BATCH, count - start))
+
+
+def _bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    encoder = Encoder(models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix=CONTINUING))
+    encoder.normalizer = normalizers.BertNormalizer(
+        lowercase=settings["do_lower_case"],
+        strip_accents=settings["strip_accents"],
+        handle_chinese_chars=settings["tokenize_chinese_chars"],
+    )
+    encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return encoder
+
+
+def _read_encoder(path: Path) -> Encoder:
+    try:
+        parts = json.loads(path.read_text("utf-8"))
+        model = parts["model"]["type"], parts["model"]["continuing_subword_prefix"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise DataError(f"{path} is no tokenizer of the `tokenizers` library") from None
+    if model != ("WordPiece", CONTINUING):
+        raise DataError(f"{path}: wanted WordPiece with the prefix ##, found {model[0]} with {model[1]}")
+    bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    return Encoder.from_str(json.dumps(parts | bare))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not JSON ({error})") from None
+    if not isinstance(settings, dict):
+        raise DataError(f"{path}: wanted an object, found {type(settings).__name__}")
+    return settings
+
+
+def _refuse_control_ids(encoder: Encoder, specials: SpecialIds, folder: Path) -> None:
+    control = {specials.pad, specials.cls, specials.sep, specials.mask}
+    for name in SPECIALS:
+        if control.intersection(encoder.encode(name, add_special_tokens=False).ids):
+            raise DataError(f"tokenizer in {folder}: {name} written in a text would become the control token")

@@ -1,0 +1,95 @@
+"""Proves a data set against its manifest, and a shard against its index."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.errors import DataError
+from data_prep.manifest import TOKENIZER_FOLDER, Manifest, ShardRecord, file_sha256, load_manifest
+from data_prep.shards import PREFIX, Column, index_path, read_shard, tar_path
+from data_prep.tokenizer import load_tokenizer
+
+
+def verify(folder: Path, full: bool = False) -> list[str]:
+    """All that is wrong with a data set, a line each, by shard; an empty list means that it is whole.
+
+    Args:
+        full: also hash every tar and decode every sample. Without it: names, sizes, indexes and counts.
+
+    Raises DataError when there is no manifest to prove it against.
+    """
+    manifest = load_manifest(folder)
+    problems = list(_beside_shards(folder, manifest))
+    for record in manifest.shards:
+        try:
+            _check_shard(folder, record, manifest.tokenizer.vocab_size, full)
+        except DataError as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def measure_shard(folder: Path, name: str, vocab_size: int) -> tuple[ShardRecord, NDArray[np.int64]]:
+    """Reads a whole shard: its record, and how often each id stands in its samples, int64[V].
+
+    Raises DataError, with the shard's name, for a file that is missing, truncated or damaged.
+    """
+    index, is_next, ids = read_shard(folder, name)
+    path = tar_path(folder, name)
+    if ids.max() >= vocab_size:
+        raise DataError(f"{path}: id {ids.max()} is beyond the vocabulary of {vocab_size}")
+    record = ShardRecord(
+        name=name,
+        bytes=path.stat().st_size,
+        sha256=file_sha256(path),
+        index_sha256=file_sha256(index_path(folder, name)),
+        samples=len(index),
+        tokens=int(index[:, Column.TOKENS].sum()),
+        masked=int(index[:, Column.MASKED].sum()),
+        is_next=int(is_next.sum()),
+    )
+    return record, np.bincount(ids, minlength=vocab_size)
+
+
+def _check_shard(folder: Path, record: ShardRecord, vocab_size: int, full: bool) -> None:
+    tar, index = tar_path(folder, record.name), index_path(folder, record.name)
+    missing = [path.name for path in (tar, index) if not (path.is_file() and os.access(path, os.R_OK))]
+    if missing:
+        raise DataError(f"{folder}: {' and '.join(missing)} missing or unreadable")
+    if tar.stat().st_size != record.bytes:
+        raise DataError(f"{tar}: {tar.stat().st_size} bytes, the manifest says {record.bytes}")
+    if _sha256(index) != record.index_sha256:
+        raise DataError(f"{index}: not the index in the manifest (its sha256 differs)")
+    if full and measure_shard(folder, record.name, vocab_size)[0] != record:
+        raise DataError(f"{tar}: not the shard in the manifest (its sha256 or its counts differ)")
+
+
+def _beside_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
+    named = {record.name for record in manifest.shards}
+    for path in sorted(folder.glob(PREFIX + "*")):
+        if path.name.split(".")[0] not in named or not path.name.endswith((".tar", ".idx.npy")):
+            yield f"{path}: foreign, the manifest does not name it"
+    for count in ("samples", "tokens", "masked", "is_next"):
+        total = getattr(manifest.counts, count)
+        parts = sum(getattr(record, count) for record in manifest.shards)
+        if total != parts:
+            yield f"{folder}: the manifest counts {total} {count}, its shards {parts}"
+    token_counts = folder / manifest.token_counts.file
+    if not token_counts.is_file() or _sha256(token_counts) != manifest.token_counts.sha256:
+        yield f"{token_counts}: missing, or not the file in the manifest"
+    try:
+        if load_tokenizer(folder / TOKENIZER_FOLDER).sha256() != manifest.tokenizer.sha256:
+            yield f"{folder / TOKENIZER_FOLDER}: not the tokenizer in the manifest (its sha256 differs)"
+    except DataError as problem:
+        yield str(problem)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None

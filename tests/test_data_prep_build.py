@@ -1,0 +1,190 @@
+"""The whole build: the same bytes from any number of processes and after kill -9; one line for bad input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import SPECIAL_IDS, contents, read_samples, write_corpus, write_tokenizer
+
+from data_prep import corpus, pairs
+from data_prep.__main__ import main
+from data_prep.build import build
+from data_prep.errors import KilledError
+from data_prep.manifest import load_manifest
+from data_prep.settings import make_settings
+from data_prep.verify import verify
+from data_prep.workers import start_workers
+
+ROOT = Path(__file__).parent.parent
+GOOD = {"a.txt": b"w0\nw1\n\nw2"}
+
+
+def command(text: Path, tokenizer: Path, out: Path, *more: str) -> list[str]:
+    """Arguments of a build of many small shards."""
+    options = ["--sequence-length", "32", "--samples-per-shard", "16", *more]
+    return ["build", "--input", str(text), "--tokenizer", str(tokenizer), "--out", str(out), *options]
+
+
+def start(arguments: list[str], hash_seed: str = "0") -> subprocess.Popen[str]:
+    """A build as a user starts it."""
+    env = os.environ | {"PYTHONHASHSEED": hash_seed, "TOKENIZERS_PARALLELISM": "true"}
+    line = [sys.executable, "-m", "data_prep", *arguments]
+    return subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def test_same_bytes_for_any_number_of_processes_and_hash_seed(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [60] * 120, 8)  # several chunks of text
+    for processes in ("1", "2", "3"):
+        more = ["--processes", processes, "--samples-per-shard", "100"]
+        run = start(command(text, tokenizer, tmp_path / processes, *more), processes)
+        assert run.wait(120) == 0
+    one, two, three = (contents(tmp_path / processes) for processes in ("1", "2", "3"))
+    assert len(one) > 40 and one == two == three
+    assert verify(tmp_path / "1", full=True) == []
+    assert not any(name.startswith(".") or name.endswith(".tmp") for name in one)
+
+
+def test_same_bytes_however_the_work_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, tokenizer = write_corpus(tmp_path, [1, 7, 30] * 10, 8)
+    build([text], tokenizer, tmp_path / "whole", make_settings(32), 1)
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 500)
+    monkeypatch.setattr(pairs, "BLOCK_TOKENS", 300)
+    build([text], tokenizer, tmp_path / "cut", make_settings(32), 2)
+    assert contents(tmp_path / "whole") == contents(tmp_path / "cut")
+
+
+def test_killed_and_rerun_equals_never_killed(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [60] * 60, 8)
+    arguments = command(text, tokenizer, tmp_path / "killed", "--processes", "2")
+    run = start(arguments)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "killed").glob("shard-*.tar"))) < 5 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    run.send_signal(signal.SIGKILL)
+    assert run.wait(60) == -signal.SIGKILL
+    time.sleep(1)  # the workers end by themselves
+    out = tmp_path / "killed"
+    made = {path.name: path.stat().st_ino for path in out.glob("shard-*.tar")}
+    assert made and not (out / "manifest.json").exists()
+    (out / "shard-00001.tar").write_bytes(b"damaged by the crash")
+    (out / "shard-00009.tar.1.tmp").write_bytes(b"left by the crash")
+
+    assert main(arguments) == 0
+    assert main(command(text, tokenizer, tmp_path / "whole")) == 0
+    assert contents(out) == contents(tmp_path / "whole")
+    kept = {path.name: path.stat().st_ino for path in out.glob("shard-*.tar")}
+    assert all(kept[name] == inode for name, inode in made.items() if name != "shard-00001.tar")
+
+
+def test_a_killed_worker_fails_the_run_at_once(tmp_path: Path) -> None:
+    with start_workers(2) as workers, pytest.raises(KilledError, match="run the same command again"):
+        list(workers.map(signal.raise_signal, [signal.SIGKILL]))
+
+
+def test_a_build_that_is_whole_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, tokenizer = write_corpus(tmp_path, [20] * 5, 8)
+    arguments = command(text, tokenizer, tmp_path / "out")
+    assert main(arguments) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert main(arguments) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    # Another seed, another corpus: neither may touch it.
+    assert main([*arguments, "--seed", "2"]) == 2
+    text.write_text(text.read_text() + "\n\nd0w0 d0w1\nd0w2")
+    assert main(arguments) == 2
+    assert "holds the shards of another build" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+
+
+def test_manifest_counts_are_those_of_the_samples(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [20] * 10, 8)
+    settings = make_settings(32, duplicates=2, samples_per_shard=30)
+    manifest = build([text], tokenizer, tmp_path / "out", settings, 2)
+    assert manifest == load_manifest(tmp_path / "out")
+    samples = list(read_samples(tmp_path / "out"))
+    counts = manifest.counts
+    assert counts.samples == len(samples) == sum(shard.samples for shard in manifest.shards)
+    assert counts.tokens == sum(len(sample.ids) for sample in samples)
+    assert counts.masked == sum(len(sample.positions) for sample in samples)
+    assert counts.is_next == sum(sample.is_next for sample in samples)
+    assert max(len(sample.positions) for sample in samples) <= manifest.settings.max_predictions == 4
+    assert (manifest.corpus.documents, manifest.corpus.sentences, manifest.corpus.tokens) == (10, 200, 1600)
+    unigrams = np.load(tmp_path / "out" / manifest.token_counts.file)
+    everything = np.concatenate([sample.ids for sample in samples])
+    expected = np.bincount(everything, minlength=manifest.tokenizer.vocab_size)
+    expected[sorted(SPECIAL_IDS)] = 0
+    assert unigrams.dtype == np.int64 and unigrams.tolist() == expected.tolist()
+
+
+def test_duplicates_seeds_and_order_differ(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [20] * 10, 8)
+    made = {}
+    for name, settings in {"a": make_settings(32), "b": make_settings(32, seed=2)}.items():
+        build([text], tokenizer, tmp_path / name, settings, 1)
+        made[name] = [sample.ids.tolist() for sample in read_samples(tmp_path / name)]
+    assert made["a"] != made["b"] and made["a"] != sorted(made["a"])
+    build([text], tokenizer, tmp_path / "c", make_settings(32, duplicates=2), 1)
+    twice = [tuple(sample.ids.tolist()) for sample in read_samples(tmp_path / "c")]
+    assert len(set(twice)) > 0.95 * len(twice) > 1.8 * len(made["a"])
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "message"),
+    [
+        ({}, [], "no text files in"),
+        ({"a.txt": b" \n\n"}, [], "no text found in 1 files"),
+        ({"a.jsonl": b'{"text": "w0", "split": "x"}'}, ["--where", "split=y"], "no text found in records"),
+        ({"a.txt": b"w0\nw1\nw2"}, [], "one document only (3 sentences)"),
+        ({"a.txt": b"w0\n\nw1\n\nw2"}, [], "no pair of sentences: 3 of 3 documents"),
+        ({"a.txt": b"w0\nw1\n\nw2", "b.txt": b"w0\ncaf\xe9\n"}, [], "b.txt, line 2: not UTF-8"),
+        (GOOD, ["--tokenizer", "absent"], "tokenizer folder absent does not exist"),
+        (GOOD, ["--sequence-length", "4", "--duplicates", "0"], "--duplicates 0: wanted"),
+        (GOOD, ["--where", "split"], "--where split: wanted field=value"),
+        (GOOD, ["--processes", "0"], "--processes 0: wanted 1 or more"),
+    ],
+)
+def test_bad_input_costs_one_line(
+    tmp_path: Path,
+    files: dict[str, bytes],
+    arguments: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    tokenizer = write_tokenizer(tmp_path / "t", ["w0", "w1", "w2"])
+    assert main(command(folder, tokenizer, tmp_path / "out", "--processes", "1", *arguments)) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and errors[0].startswith("data_prep: error: ") and message in errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_work_of_another_build_without_shards_is_dropped(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [4, 4], 8)
+    (tmp_path / "out" / ".work").mkdir(parents=True)
+    (tmp_path / "out" / ".work" / "fingerprint").write_text("another")
+    assert main(command(text, tokenizer, tmp_path / "out")) == 0
+    assert verify(tmp_path / "out", full=True) == []
+
+
+def test_small_vocabulary_and_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, tokenizer = write_corpus(tmp_path, [4, 4], 8)
+    small = write_tokenizer(tmp_path / "small", ["d0w0"])
+    assert main(command(text, small, tmp_path / "out")) == 2
+    assert "vocabulary of 6 pieces is too small" in capsys.readouterr().err
+    for name, message in (("shard-0.tar", "the shards of another build"), ("thesis.doc", "other files")):
+        out = tmp_path / name.split(".")[0]
+        out.mkdir()
+        (out / name).write_bytes(b"precious")
+        assert main(command(text, tokenizer, out)) == 2
+        assert message in capsys.readouterr().err
+        assert contents(out) == {name: b"precious"}

@@ -1,0 +1,103 @@
+"""The vocabulary is a function of its text, fits `transformers`, and keeps control tokens out of the text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from corpora import SPECIAL_IDS, contents, write_tokenizer
+
+from data_prep.errors import DataError
+from data_prep.tokenizer import SPECIALS, load_tokenizer, train_tokenizer
+
+ROOT = Path(__file__).parent.parent
+TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9"] * 5
+
+
+def test_vocabulary_is_the_same_for_any_hash_seed_and_threads(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n\n".join(f"{line} {word}" for line in TEXT for word in dir(str)), "utf-8")
+    command = [sys.executable, "-m", "data_prep", "vocab", "--input", str(corpus), "--size", "300", "--out"]
+    made = []
+    for turn in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": turn, "RAYON_NUM_THREADS": turn}
+        subprocess.run([*command, str(tmp_path / turn)], cwd=ROOT, env=env, check=True, capture_output=True)
+        made.append(contents(tmp_path / turn))
+    assert made[0] == made[1]
+    assert len(made[0]["vocab.txt"].splitlines()) == 300
+
+
+def test_chinese_characters_are_one_piece_each() -> None:
+    tokenizer = train_tokenizer(TEXT, 200, cased=False)
+    english, chinese = tokenizer.encode(["I like playing soccer", "我喜欢踢足球"])
+    assert [tokenizer.pieces[id] for id in chinese] == list("我喜欢踢足球")
+    assert "".join(tokenizer.pieces[id].removeprefix("##") for id in english) == "ilikeplayingsoccer"
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_control_tokens_in_the_text_stay_text(tmp_path: Path, cased: bool) -> None:
+    text = [*TEXT, *SPECIALS, "mask cls pad sep MASK CLS [ ]"]
+    train_tokenizer(text, 200, cased).save(tmp_path / "t")
+    for ids in load_tokenizer(tmp_path / "t").encode([f"The {name} cat {name}" for name in SPECIALS]):
+        assert ids and not SPECIAL_IDS.intersection(ids)
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_transformers_loads_the_same_tokenizer(tmp_path: Path, cased: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    train_tokenizer(TEXT, 150, cased).save(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    for cls in (transformers.AutoTokenizer, transformers.BertTokenizerFast):
+        theirs = cls.from_pretrained(tmp_path)
+        assert theirs.model_max_length == 512 and theirs.mask_token_id == 4 and len(theirs) == ours.vocab_size
+        for text, ids in zip(TEXT, ours.encode(TEXT), strict=True):
+            assert theirs(text)["input_ids"] == [2, *ids, 3]
+        a, b = ours.encode(["The cat", "the mat"])
+        pair = theirs("The cat", "the mat")
+        assert pair["input_ids"] == [2, *a, 3, *b, 3]
+        assert pair["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
+
+
+def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "google", ["cat", "Cat"])
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false, "model_max_length": 128}')
+    loaded = load_tokenizer(folder)
+    loaded.save(tmp_path / "copy")
+    again = load_tokenizer(tmp_path / "copy")
+    assert list(again.encode(["Cat cat"])) == [[6, 5]]
+    assert (again.settings, again.sha256()) == (loaded.settings, loaded.sha256())
+    swapped = load_tokenizer(write_tokenizer(tmp_path / "swapped", ["Cat", "cat"]))
+    assert swapped.sha256() != loaded.sha256()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "does not exist"),
+        ({}, "holds neither tokenizer.json nor vocab.txt"),
+        ({"vocab.txt": b"[PAD]\n[UNK]\n[CLS]\n[SEP]\ncat\n"}, "lacks [MASK]"),
+        ({"vocab.txt": "\n".join([*SPECIALS, "a", "a"]).encode()}, "repeated"),
+        ({"vocab.txt": b"[PAD]\n\xd7\n"}, "not UTF-8"),
+        ({"tokenizer.json": b"{}"}, "is no tokenizer"),
+        ({"tokenizer.json": b'{"model": {"type": "BPE", "continuing_subword_prefix": null}}'}, "WordPiece"),
+        ({"vocab.txt": b"", "tokenizer_config.json": b"["}, "not JSON"),
+    ],
+)
+def test_bad_folders_are_refused(tmp_path: Path, files: dict[str, bytes] | None, message: str) -> None:
+    folder = tmp_path / "t"
+    for name, content in ({} if files is None else files).items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    if files == {}:
+        folder.mkdir()
+    with pytest.raises(DataError) as error:
+        load_tokenizer(folder)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_size_below_the_alphabet_is_refused() -> None:
+    with pytest.raises(DataError, match="--size 10 is too small"):
+        train_tokenizer(TEXT, 10, cased=False)

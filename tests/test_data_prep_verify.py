@@ -1,0 +1,117 @@
+"""`verify` finds each kind of damage by name, and everything at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from corpora import write_corpus
+
+from data_prep.__main__ import main
+from data_prep.build import build
+from data_prep.errors import DataError
+from data_prep.manifest import load_manifest, manifest_hash
+from data_prep.settings import make_settings
+from data_prep.verify import verify
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five shards."""
+    folder = tmp_path_factory.mktemp("whole")
+    text, tokenizer = write_corpus(folder, [20] * 10, 8)
+    build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=14), 1)
+    return folder / "out"
+
+
+@pytest.fixture
+def data(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(whole, tmp_path / "data")
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_whole_data_set_has_no_problems(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(load_manifest(whole).shards) >= 5
+    assert verify(whole) == verify(whole, full=True) == []
+    assert main(["verify", str(whole), "--full"]) == 0
+    assert main(["inspect", str(whole), "--samples", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "whole" in output and ">[MASK]}" in output and "[CLS]" in output
+
+
+def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data / "shard-00000.tar").unlink()
+    with (data / "shard-00001.tar").open("ab") as file:
+        file.truncate(2000)
+    flip(data / "shard-00002.idx.npy", -1)
+    (data / "shard-00003.tar").unlink()
+    (data / "shard-00003.tar").mkdir()
+    shutil.copy(data / "shard-00004.tar", data / "shard-00099.tar")
+    (data / "tokenizer" / "tokenizer.json").unlink()
+    (data / "tokenizer" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nother\n")
+    assert main(["verify", str(data)]) == 2
+    problems = capsys.readouterr().err.splitlines()
+    expected = [
+        "shard-00000.tar missing",
+        "shard-00001.tar: 2000 bytes",
+        "shard-00002.idx.npy: not the index",
+        "shard-00003.tar missing",
+        "shard-00099.tar: foreign",
+        "not the tokenizer",
+    ]
+    assert [sum(name in problem for problem in problems) for name in expected] == [1] * len(problems)
+
+
+@pytest.mark.parametrize("position", [3, 600, -1500, -1])
+def test_full_finds_a_flipped_bit(data: Path, position: int) -> None:
+    flip(data / "shard-00002.tar", position)
+    assert verify(data) == []
+    (problem,) = verify(data, full=True)
+    assert "shard-00002.tar" in problem
+
+
+def test_a_shard_of_another_build_is_found(data: Path) -> None:
+    for suffix in ("tar", "idx.npy"):
+        shutil.copy(data / f"shard-00001.{suffix}", data / f"shard-00002.{suffix}")
+    assert any("shard-00002" in problem for problem in verify(data))
+
+
+def test_counts_are_checked(data: Path) -> None:
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["counts"]["masked"] += 1
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    (problem,) = verify(data)
+    assert "masked" in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no manifest.json"),
+        ("{", "not JSON"),
+        ("[]", "wanted format lambert-shards version 1"),
+        ('{"format": "lambert-shards", "version": 2}', "found ('lambert-shards', 2)"),
+        ('{"format": "lambert-shards", "version": 1}', "wanted the fields"),
+    ],
+)
+def test_a_manifest_that_is_none(data: Path, content: str | None, message: str) -> None:
+    (data / "manifest.json").unlink()
+    if content is not None:
+        (data / "manifest.json").write_text(content)
+    with pytest.raises(DataError) as error:
+        load_manifest(data)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_manifest_hash_stands_for_the_data(whole: Path, data: Path) -> None:
+    assert manifest_hash(whole) == manifest_hash(data)
+    flip(data / "manifest.json", 100)
+    assert manifest_hash(whole) != manifest_hash(data)
