@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from trainer.errors import TrainerError
 
+POWERS_OF_TWO = tuple(2.0**power for power in range(25))
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -19,8 +21,8 @@ class LossScale:
     scale: float
     good_steps: int = 0  # since the last change or overflow
     growth_interval: int = 1000
-    floor: float = 1.0
-    ceiling: float = 2.0**24
+    floor: float = POWERS_OF_TWO[0]
+    ceiling: float = POWERS_OF_TWO[-1]
 
 
 def next_scale(state: LossScale, overflow: bool) -> LossScale:

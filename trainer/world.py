@@ -90,14 +90,14 @@ def speaks_first() -> bool:
 
 def join(world: World, timeout_seconds: int) -> None:
     """Make the process group (NCCL on GPUs, gloo on CPUs) and fix what exact repetition needs fixed."""
-    use_own_extensions()
+    set_up_deepspeed(world.device.type)
     if world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first cuBLAS call
         torch.cuda.set_device(world.device)
         torch.use_deterministic_algorithms(True)
         # a debugging aid, not free
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    else:
+    elif "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it, deepspeed's launcher does not
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -110,8 +110,13 @@ def join(world: World, timeout_seconds: int) -> None:
     )
 
 
-def use_own_extensions() -> None:
-    """Keep what PyTorch compiles at run time inside this environment: a shared cache forces rebuilds."""
+def set_up_deepspeed(device: str) -> None:
+    """Tell DeepSpeed, before its import, what it runs on, and to keep what it compiles in this environment.
+
+    It guesses the first, and a GPU that is there but not wanted misleads it; its shared cache of the
+    second forces rebuilds on other environments.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 

@@ -1,0 +1,68 @@
+"""What tests share: repeatable draws, a small data set of real shards, and a model that fits it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+from data_prep.build import build
+from data_prep.draws import bits
+from data_prep.manifest import load_manifest
+from data_prep.settings import make_settings
+from data_prep.tokenizer import train_tokenizer
+from trainer.model import ModelConfig
+
+SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te")
+SEQUENCE_LENGTH = 32
+
+settings.register_profile("lambert", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("lambert")
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same global generator, in whatever order and company it runs."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of some 300 samples of up to 32 tokens in shards of 64. Read only: see ``own_shards``."""
+    folder = tmp_path_factory.mktemp("tiny")
+    documents = [_document(number) for number in range(36)]
+    (folder / "corpus.txt").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+    train_tokenizer(documents, 120, cased=False).save(folder / "tokenizer")
+    made = make_settings(SEQUENCE_LENGTH, samples_per_shard=64)
+    build([folder / "corpus.txt"], folder / "tokenizer", folder / "shards", made, processes=1)
+    return folder / "shards"
+
+
+@pytest.fixture
+def own_shards(tiny_shards: Path, tmp_path: Path) -> Path:
+    """A copy of ``tiny_shards`` that a test may damage."""
+    return Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_shards: Path) -> ModelConfig:
+    """The smallest BERT for ``tiny_shards``, dropout on."""
+    vocab_size = load_manifest(tiny_shards).tokenizer.vocab_size
+    return ModelConfig(
+        layers=1, hidden=16, heads=2, intermediate=32, max_positions=SEQUENCE_LENGTH, vocab_size=vocab_size
+    )
+
+
+def _document(number: int) -> str:
+    """Sentences of two-syllable words, each drawn from its place alone."""
+    sentences = []
+    for line in range(18):
+        draws = bits(11, number, line, np.arange(25))
+        first, second = draws % 12, (draws >> np.uint64(8)) % 12
+        words = [SYLLABLES[a] + SYLLABLES[b] for a, b in zip(first.tolist(), second.tolist(), strict=True)]
+        sentences.append(" ".join(words[1 : 4 + int(draws[0] % 9)]) + ".")
+    return "\n".join(sentences)

@@ -1,0 +1,88 @@
+"""The order of samples: every epoch each once, no matter how it is asked for or cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.order import Order, deal
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple)
+ORDERS = st.builds(Order, SIZES, st.integers(0, 2**63 - 1), st.integers(1, 6))
+
+
+def rows(order: Order, position: int, count: int) -> list[tuple[int, int]]:
+    return [(shard, row) for shard, row in order.take(position, count).tolist()]
+
+
+@given(ORDERS)
+def test_each_epoch_reads_each_sample_exactly_once(order: Order) -> None:
+    everything = {(shard, row) for shard, size in enumerate(order.sizes) for row in range(size)}
+    for epoch in range(3):
+        taken = rows(order, epoch * order.samples, order.samples)
+        assert len(taken) == len(everything) and set(taken) == everything
+
+
+@given(ORDERS, st.integers(0, 200), st.lists(st.integers(0, 40), max_size=6))
+def test_pieces_equal_the_whole_over_borders_of_epochs(order: Order, position: int, counts: list[int]) -> None:
+    whole = order.take(position, sum(counts))
+    at, pieces = position, [np.empty((0, 2), np.int64)]
+    for count in counts:
+        pieces.append(order.take(at, count))
+        at += count
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+def test_epochs_and_seeds_differ_and_runs_do_not() -> None:
+    order = Order((20,) * 8, 5, 2)
+    epochs = [rows(order, epoch * 160, 160) for epoch in range(9)]
+    assert len({tuple(epoch) for epoch in epochs}) == 9
+    assert len({epoch[0][0] for epoch in epochs}) > 2  # shards move too, not their samples alone
+    assert epochs == [rows(Order((20,) * 8, 5, 2), epoch * 160, 160) for epoch in range(9)]
+    assert rows(Order((20,) * 8, 6, 2), 0, 160) != epochs[0]
+
+
+def test_the_order_is_frozen() -> None:
+    """A changed order would silently break every resume: these numbers may never change."""
+    assert rows(Order((3, 4, 5), 7, 2), 10, 6) == [(1, 2), (1, 1), (0, 1), (1, 1), (1, 0), (0, 2)]
+
+
+def test_a_window_bounds_the_shards_in_use_and_mixes_them() -> None:
+    order = Order((50,) * 12, 3, 4)
+    for window in range(3):
+        shards = Counter(shard for shard, _ in rows(order, window * 200, 200))
+        assert sorted(shards.values()) == [50] * 4
+        runs = rows(order, window * 200, 200)
+        neighbours = sum(a[0] == b[0] for a, b in zip(runs, runs[1:], strict=False))
+        assert neighbours < 80  # 50 are expected of a true mixture, 196 of shards one after the other
+        displacement = np.abs(np.argsort([row for _, row in runs], kind="stable") - np.arange(200)).mean()
+        assert displacement > 40  # 67 are expected
+
+
+@given(st.lists(st.integers(5, 512), max_size=200), st.integers(1, 30))
+def test_a_batch_is_dealt_whole_and_evenly(lengths: list[int], parts: int) -> None:
+    dealt = deal(np.array(lengths, np.int64), parts)
+    assert len(dealt) == parts
+    assert sorted(int(i) for part in dealt for i in part) == list(range(len(lengths)))
+    counts = [len(part) for part in dealt]
+    assert max(counts) - min(counts) <= 1
+    if lengths and len(lengths) % (2 * parts) == 0:
+        tokens = [sum(lengths[i] for i in part) for part in dealt]
+        assert max(tokens) - min(tokens) <= max(lengths) - min(lengths)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6, 12])
+def test_evenly_spread_lengths_are_dealt_to_equal_sums(parts: int) -> None:
+    lengths = np.arange(10, 34)
+    assert {int(lengths[part].sum()) for part in deal(lengths, parts)} == {int(lengths.sum()) // parts}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 12])
+def test_equal_lengths_are_dealt_by_position(parts: int) -> None:
+    """Ties are broken by place, so that equal lengths give one cut on every machine."""
+    dealt = deal(np.full(24, 32), parts)
+    assert [int(part[0]) for part in dealt] == list(range(parts))

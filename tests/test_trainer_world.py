@@ -1,0 +1,86 @@
+"""Who a process is: what launchers say, what contradicts itself, and the meeting of real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import ROOT, finish, start
+
+from trainer.errors import TrainerError
+from trainer.world import read_world
+
+NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
+JOIN = """
+import sys, torch, torch.distributed as dist
+from trainer.world import from_launcher, join, leave
+world = from_launcher("cpu")
+join(world, 30)
+rank = torch.tensor([float(world.rank)])
+dist.all_reduce(rank)
+print(f"{world.rank} of {world.size}: {rank.item()}", flush=True)
+leave(int(sys.argv[1]))
+"""
+
+
+def test_a_lone_process_is_rank_0_of_1() -> None:
+    world = read_world({}, "cpu")
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
+    assert world.is_main and world.is_local_main and world.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # torchrun's and deepspeed's
+def test_launchers_describe_a_place(name: str) -> None:
+    world = read_world(NODE | {name: "8"}, "cpu")
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (9, 16, 1, 8)
+    assert not world.is_main and not world.is_local_main
+    first = read_world({"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", name: "8"}, "cpu")
+    assert first.is_local_main and not first.is_main
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "8"}, "set WORLD_SIZE but not LOCAL_RANK, RANK: start the run with"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "set RANK, WORLD_SIZE but not LOCAL_RANK"),
+        (NODE | {"RANK": "-1"}, "RANK='-1' in the environment is not a number"),
+        (NODE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' in the environment is not a number"),
+        (NODE | {"RANK": "16"}, "rank 16 of 16, local rank 1 of 16: a rank must be smaller"),
+        (NODE | {"LOCAL_WORLD_SIZE": "1"}, "rank 9 of 16, local rank 1 of 1: a rank must be smaller"),
+        (NODE | {"LOCAL_WORLD_SIZE": "17"}, "local rank 1 of 17: .* a node's count no larger than all"),
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(TrainerError, match=message) as error:
+        read_world(environ, "cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert read_world(NODE, "auto").device.type == "cpu"
+    with pytest.raises(TrainerError, match="run.device is cuda but PyTorch sees no GPU"):
+        read_world(NODE, "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(TrainerError, match=r"local rank 1 has no GPU of its own \(1 on this node\)"):
+        read_world(NODE, "auto")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert read_world(NODE, "auto").device == torch.device("cuda", 1)
+
+
+def test_ranks_meet_and_leave_with_their_code() -> None:
+    ended = finish(start(2, "-c", JOIN, "0"), timeout=60)
+    assert [code for code, _ in ended] == [0, 0]
+    assert [output.strip() for _, output in ended] == ["0 of 2: 1.0", "1 of 2: 1.0"]
+
+
+def test_a_lone_process_meets_itself_without_a_launcher() -> None:
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {name: value for name, value in os.environ.items() if name not in launched}
+    command = [sys.executable, "-c", JOIN, "2"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (2, "0 of 1: 0.0")

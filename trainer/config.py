@@ -1,0 +1,226 @@
+"""The run's one configuration: a YAML file read strictly into frozen dataclasses.
+
+Each section is a dataclass next to the code that it configures; here they are composed, read,
+overridden and checked. All problems of a file are reported together, each with its remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from trainer.checkpoint import CheckpointConfig
+from trainer.engine import EngineConfig
+from trainer.errors import TrainerError
+from trainer.evaluate import EvaluationConfig
+from trainer.metrics import MetricsConfig
+from trainer.model import ModelConfig
+from trainer.optimizer import OptimizerConfig
+from trainer.schedule import Phase
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the run is called, where it writes, and what makes it random."""
+
+    name: str
+    folder: str  # checkpoints, metrics and the resolved configuration go here
+    seed: int = 1  # of the initial weights, the order of samples and dropout
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # auto: go on from the newest checkpoint in the folder, if any; never: refuse a folder that has one
+    resume: Literal["auto", "never", "required"] = "auto"
+    timeout_seconds: int = 600  # of a collective; past it the run stops
+    shuffle_window: int = 8  # shards whose samples are mixed with one another
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        found = []
+        if not 0 <= self.seed < 2**63:
+            found.append(f"seed is {self.seed}: must lie between 0 and 2^63 - 1")
+        for name in ("timeout_seconds", "shuffle_window"):
+            if getattr(self, name) < 1:
+                found.append(f"{name} is {getattr(self, name)}: must be 1 or more")
+        return found
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig
+    model: ModelConfig
+    phases: tuple[Phase, ...]
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def problems(self) -> list[str]:
+        """Contradictions between sections."""
+        found = []
+        if not self.phases:
+            found.append("phases is empty: a run needs at least one")
+        names = [phase.name for phase in self.phases]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            found.append(f"phases: two phases are named {name!r}: give each its own name")
+        for index, phase in enumerate(self.phases):
+            if phase.sequence_length > self.model.max_positions:
+                found.append(
+                    f"phases.{index}.sequence_length is {phase.sequence_length} but model.max_positions is "
+                    f"{self.model.max_positions}: raise the one or lower the other"
+                )
+        return found
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a key which stands twice in one mapping, where PyYAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read ``path`` and apply ``overrides`` ("section.key=value", list items by number).
+
+    Raises TrainerError that lists every problem: unknown keys (with the nearest known one), missing
+    keys, wrong types, values that cannot be and contradictions between sections.
+    """
+    try:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)  # a SafeLoader
+    except FileNotFoundError:
+        raise TrainerError(f"no configuration at {path}: name an existing YAML file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise TrainerError(f"cannot read {path} as YAML: {' '.join(str(error).split())}") from None
+    problems: list[str] = []
+    if not isinstance(tree, dict):
+        raise TrainerError(f"{path} holds no mapping: a configuration starts with sections such as `run:`")
+    for override in overrides:
+        _override(tree, override, problems)
+    config = _build(Config, tree, "", problems)
+    if not problems:
+        problems += config.problems()
+    if problems:
+        noun = "problem" if len(problems) == 1 else "problems"
+        raise TrainerError("\n  - ".join([f"{path}: {len(problems)} {noun}", *problems]))
+    return config  # type: ignore[no-any-return]
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The configuration as plain data, every default stated; ``load`` reads it back."""
+    tree = json.loads(json.dumps(dataclasses.asdict(config)))
+    return {str(key): value for key, value in tree.items()}
+
+
+def fingerprint(tree: Any) -> str:
+    """A short hash of plain data, the same for the same content."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _override(tree: Any, override: str, problems: list[str]) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        problems.append(f"--set {override}: write it as section.key=value")
+        return
+    *parents, last = path.split(".")
+    at: Any = tree
+    try:
+        for part in parents:
+            if isinstance(at, list):
+                at = at[int(part)]
+            else:
+                at = at.setdefault(part, {})
+        at[int(last) if isinstance(at, list) else last] = yaml.safe_load(text)
+    except (LookupError, ValueError, TypeError, AttributeError):
+        problems.append(f"--set {path}: no such place in this configuration; list items go by number, from 0")
+    except yaml.YAMLError:
+        problems.append(f"--set {path}: the value {text!r} is not YAML; quote it")
+
+
+def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
+    """An instance of dataclass ``cls`` from a mapping; what is wrong goes to ``problems``."""
+    if not isinstance(tree, dict):
+        problems.append(f"{where or 'the file'}: expected a mapping of keys, found {_seen(tree)}")
+        return None
+    types_of = get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    before = len(problems)
+    for key in tree:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), list(fields), 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
+            problems.append(f"{_join(where, key)}: unknown key; {hint}")
+    values = {}
+    for name, spec in fields.items():
+        if name in tree:
+            values[name] = _value(types_of[name], tree[name], _join(where, name), problems)
+        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            problems.append(f"{_join(where, name)}: missing; it has no default")
+    if len(problems) > before:
+        return None
+    built = cls(**values)
+    if cls is not Config:
+        problems += [f"{where}.{problem}" for problem in built.problems()]
+    return built
+
+
+def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """``value`` as ``kind``: a dataclass, a tuple of them, a Literal, an optional or a plain scalar."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, where, problems)
+    if origin is tuple:
+        if not isinstance(value, list):
+            problems.append(f"{where}: expected a list, found {_seen(value)}")
+            return ()
+        return tuple(_value(arguments[0], v, f"{where}.{i}", problems) for i, v in enumerate(value))
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        kind = next(a for a in arguments if a is not type(None))
+        return _value(kind, value, where, problems)
+    if origin is Literal:
+        if not any(value == a and type(value) is type(a) for a in arguments):  # True == 1, but is no stage
+            choices = ", ".join(str(a) for a in arguments)
+            problems.append(f"{where}: {value!r} is not one of {choices}")
+        return value
+    return _scalar(kind, value, where, problems)
+
+
+def _scalar(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
+    if kind is float:
+        # YAML 1.1 reads 1e-4 as text: what any user means by it is a number
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except (ValueError, OverflowError):
+                number = math.nan
+            if math.isfinite(number):
+                return number
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    problems.append(f"{where}: expected {names[kind]}, found {_seen(value)}")
+    return value
+
+
+def _join(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def _seen(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r}"

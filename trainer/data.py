@@ -1,0 +1,78 @@
+"""What a run's phases train on: their shards, opened for this rank and checked against the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.manifest import Manifest, load_manifest
+from trainer.config import Config
+from trainer.errors import TrainerError
+from trainer.loader import Loader
+from trainer.model import ModelConfig
+from trainer.order import Order
+from trainer.schedule import Phase, batch_of
+from trainer.world import World
+
+
+@dataclass(frozen=True)
+class PhaseData:
+    """A phase's shards, opened for this rank."""
+
+    phase: Phase
+    loader: Loader
+    heldout: Loader | None
+    order: Order
+    global_batch: int
+    micro_batches: int  # of this rank in a step
+
+
+def open_phases(config: Config, world: World) -> list[PhaseData]:
+    """Open every phase's shards and check them against the configuration, all problems at once.
+
+    Needs no process group, so a run that cannot be ends before the ranks meet. Raises TrainerError.
+    """
+    problems: list[str] = []
+    opened = [_open_phase(index, phase, config, world, problems) for index, phase in enumerate(config.phases)]
+    loaders = [loader for d in opened if d is not None for loader in (d.loader, d.heldout) if loader is not None]
+    hashes = {loader.manifest.tokenizer.sha256 for loader in loaders}
+    if len(hashes) > 1:
+        problems.append("phases: their shards were made with different tokenizers: build them with one")
+    if problems:
+        raise TrainerError("\n  - ".join([f"the shards do not fit the run: {len(problems)} problem(s)", *problems]))
+    return [data for data in opened if data is not None]
+
+
+def _open_phase(index: int, phase: Phase, config: Config, world: World, problems: list[str]) -> PhaseData | None:
+    where, model = f"phases.{index}", config.model
+    folders = {"train": phase.train} | ({"heldout": phase.heldout} if phase.heldout is not None else {})
+    loaders = {}
+    for key, folder in folders.items():
+        try:
+            manifest = load_manifest(Path(folder))
+        except ValueError as error:
+            problems.append(f"{where}.{key}: {error}")
+            continue
+        loaders[key] = Loader(Path(folder), manifest, world.rank, world.size)
+        found = _misfits(manifest, phase, model) + loaders[key].problems()
+        problems += [f"{where}.{key}: {problem}" for problem in found]
+    if len(loaders) < len(folders):
+        return None
+    sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
+    order = Order(sizes, config.run.seed, config.run.shuffle_window)
+    return PhaseData(phase, loaders["train"], loaders.get("heldout"), order, *batch_of(phase, world.size))
+
+
+def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
+    found = []
+    if manifest.tokenizer.vocab_size != model.vocab_size:
+        found.append(
+            f"its vocabulary has {manifest.tokenizer.vocab_size} entries but model.vocab_size is "
+            f"{model.vocab_size}: set model.vocab_size to the shards' size, or build them with the other vocabulary"
+        )
+    if manifest.settings.sequence_length != phase.sequence_length:
+        found.append(
+            f"its samples are made for sequence_length {manifest.settings.sequence_length} but the phase says "
+            f"{phase.sequence_length}: correct the one or name other shards"
+        )
+    return found

@@ -1,0 +1,182 @@
+"""Shards → unpadded micro-batches. A batch is a function of its position; the loader keeps no state.
+
+Every rank works out the whole global batch from the indexes (lengths and masked counts), so all ranks
+agree on the counts, the cut and the number of steps without a word, and reads only its own samples:
+each by its offset, each proved by its checksum.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_prep.manifest import Manifest, file_sha256
+from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, tar_path
+from trainer.batch import IGNORED, GlobalCounts, MicroBatch
+from trainer.errors import TrainerError
+from trainer.order import Order, deal
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one step of one rank trains on."""
+
+    position: int  # of its first sample in the phase's order; the next step starts at position + samples
+    samples: int  # of the global batch
+    micro_batches: tuple[MicroBatch, ...]  # this rank's
+    counts: GlobalCounts  # of the global batch
+    wait_seconds: float = 0.0  # that training waited for it
+
+
+class Loader:
+    """Reads the shards of one folder for rank ``rank`` of ``ranks``.
+
+    Raises TrainerError with the shard's name on any damage.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, rank: int, ranks: int) -> None:
+        self.folder, self.manifest, self.rank, self.ranks = folder, manifest, rank, ranks
+        self._shard = lru_cache(maxsize=256)(self._open)
+
+    def problems(self) -> list[str]:
+        """All shards that are absent, unreadable or of another size, told without reading one."""
+        wrong = []
+        for shard in self.manifest.shards:
+            tar, index = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
+            wrong += [path.name for path in (tar, index) if not (path.is_file() and os.access(path, os.R_OK))]
+            if tar.is_file() and tar.stat().st_size != shard.bytes:
+                wrong.append(f"{tar.name} ({tar.stat().st_size} bytes instead of {shard.bytes})")
+        if not wrong:
+            return []
+        return [f"{self.folder}: missing, unreadable or cut: {', '.join(wrong)}; restore them or build again"]
+
+    def read(self, order: Order, position: int, global_batch: int, micro_batches: int) -> StepBatch:
+        """The step's batch at ``position``, cut over all ranks into ``micro_batches`` each."""
+        picks = order.take(position, global_batch)
+        index = self._index_rows(picks)
+        lengths = index[:, Column.TOKENS]
+        parts = deal(lengths, self.ranks * micro_batches)
+        mine = parts[self.rank :: self.ranks]  # the k-th of all ranks are neighbours, so nearly equal in tokens
+        batches = tuple(self._collate(picks[part], position + part) for part in mine)
+        counts = GlobalCounts(
+            targets=int(index[:, Column.MASKED].sum()),
+            pairs=global_batch,
+            tokens=int(lengths.sum()),
+            squares=int((lengths**2).sum()),
+        )
+        return StepBatch(position, global_batch, batches, counts)
+
+    def steps(
+        self, order: Order, position: int, global_batch: int, micro_batches: int
+    ) -> Generator[StepBatch, None, None]:
+        """The endless batches from ``position`` on; the next one is read while this one is trained on."""
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
+            pending = reader.submit(self.read, order, position, global_batch, micro_batches)
+            while True:
+                asked = time.perf_counter()
+                batch = pending.result()
+                waited = time.perf_counter() - asked
+                position += global_batch
+                pending = reader.submit(self.read, order, position, global_batch, micro_batches)
+                yield StepBatch(batch.position, batch.samples, batch.micro_batches, batch.counts, waited)
+
+    def sweep(self, size: int) -> Iterator[MicroBatch]:
+        """This rank's share of every sample once, in the shards' own order, ``size`` at a time."""
+        sizes = [shard.samples for shard in self.manifest.shards]
+        picks = np.concatenate([np.stack([np.full(n, s), np.arange(n)], axis=1) for s, n in enumerate(sizes)])
+        numbers = np.arange(len(picks))[self.rank :: self.ranks]
+        for start in range(0, len(numbers), size):
+            part = numbers[start : start + size]
+            yield self._collate(picks[part], part)
+
+    def _index_rows(self, picks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The index rows of (count, 2) picks: (count, columns)."""
+        rows = np.empty((len(picks), len(Column)), np.int64)
+        for shard in np.unique(picks[:, 0]):
+            chosen = picks[:, 0] == shard
+            rows[chosen] = self._shard(int(shard))[0][picks[chosen, 1]]
+        return rows
+
+    def _open(self, number: int) -> tuple[NDArray[np.int64], mmap.mmap]:
+        shard = self.manifest.shards[number]
+        path, beside = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
+        try:
+            with path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            index, known = read_index(beside), file_sha256(beside) == shard.index_sha256
+        except (OSError, ValueError) as error:
+            raise TrainerError(f"shard {path} cannot be read ({error}): restore it or build the shards again") from None
+        if len(data) != shard.bytes or len(index) != shard.samples:
+            raise TrainerError(
+                f"shard {path} has {len(data)} bytes and {len(index)} samples, but the manifest says {shard.bytes} "
+                f"and {shard.samples}: restore it or build the shards again"
+            )
+        if not known:  # a shard of another build may well have this size; its index holds its checksums
+            raise TrainerError(f"shard {beside} is not the manifest's (its sha256 differs): restore it and its tar")
+        return index, data
+
+    def _sample(self, shard: int, row: int) -> Sample:
+        index, data = self._shard(shard)
+        offset, size = int(index[row, Column.OFFSET]), int(index[row, Column.BYTES])
+        payload = data[offset : offset + size]
+        if zlib.crc32(payload) != index[row, Column.CRC32]:
+            path = tar_path(self.folder, self.manifest.shards[shard].name)
+            raise TrainerError(
+                f"shard {path} is damaged at sample {row}: its checksum differs; restore it or build the shards again"
+            )
+        return decode_sample(payload)
+
+    def _collate(self, picks: NDArray[np.int64], numbers: NDArray[np.int64]) -> MicroBatch:
+        if len(picks) == 0:  # more parts than samples: a sequence without targets keeps the ranks in step
+            return filler(self.manifest.tokenizer.specials.cls, self.manifest.tokenizer.specials.sep)
+        return collate([self._sample(int(shard), int(row)) for shard, row in picks], numbers)
+
+
+def collate(samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
+    """One unpadded micro-batch of samples under their static masks; ``numbers`` key their dropout."""
+    lengths = np.array([len(sample.ids) for sample in samples])
+    starts = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
+    tokens = np.concatenate([sample.ids for sample in samples]).astype(np.int64)  # (T,)
+    masked = np.concatenate([s.positions + start for s, start in zip(samples, starts[:-1], strict=True)])
+    labels = tokens[masked]  # (P,)
+    tokens[masked] = np.concatenate([sample.replacements for sample in samples])
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    splits = np.repeat([sample.split for sample in samples], lengths)
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        segments=torch.from_numpy((positions >= splits).astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        samples=torch.from_numpy(np.ascontiguousarray(numbers, np.int64)),
+        masked=torch.from_numpy(masked.astype(np.int64)),
+        labels=torch.from_numpy(labels),
+        is_next=torch.tensor([sample.is_next for sample in samples], dtype=torch.int64),
+    )
+
+
+def filler(cls_id: int, sep_id: int) -> MicroBatch:
+    """A micro-batch of one sequence that has no target: it adds nothing to a loss or a gradient."""
+    empty = torch.empty(0, dtype=torch.int64)
+    return MicroBatch(
+        tokens=torch.tensor([cls_id, sep_id, sep_id]),
+        segments=torch.tensor([0, 0, 1]),
+        positions=torch.arange(3),
+        cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+        max_seqlen=3,
+        samples=torch.zeros(1, dtype=torch.int64),
+        masked=empty,
+        labels=empty,
+        is_next=torch.tensor([IGNORED]),
+    )

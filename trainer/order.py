@@ -1,0 +1,80 @@
+"""The order of samples: a pure function of (seed, epoch), the same for any ranks, workers and cuts.
+
+Two levels, so that neither memory nor a remote cache grows with the data set: the shards of an epoch
+are permuted, then the samples are permuted inside windows of ``window`` consecutive shards. Epochs
+follow one another without a gap, so a step's batch is always the next samples, whole, and an epoch's
+border may lie inside it: no incomplete batch exists, nothing is dropped and nothing is padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.draws import permutation
+
+_SHARDS, _WINDOW = 1, 2  # what a permutation is drawn for
+
+
+@dataclass(frozen=True)
+class Order:
+    """The endless sequence of samples over shards of these sizes.
+
+    ``sizes``: samples of each shard; ``window``: shards whose samples are mixed with one another.
+    """
+
+    sizes: tuple[int, ...]
+    seed: int
+    window: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of one epoch."""
+        return sum(self.sizes)
+
+    def take(self, position: int, count: int) -> NDArray[np.int64]:
+        """The samples at ``position … position + count - 1``: (count, 2) rows of (shard, row in it)."""
+        rows = []
+        while count > 0:
+            epoch, inside = divmod(position, self.samples)
+            ends = _window_ends(self, epoch)
+            index = int(np.searchsorted(ends, inside, side="right"))
+            start = int(ends[index - 1]) if index else 0
+            part = _window(self, epoch, index)[inside - start :][:count]
+            rows.append(part)
+            position, count = position + len(part), count - len(part)
+        return np.concatenate(rows) if rows else np.empty((0, 2), np.int64)
+
+
+@lru_cache(maxsize=4)
+def _shards(order: Order, epoch: int) -> NDArray[np.int64]:
+    return permutation(len(order.sizes), order.seed, _SHARDS, epoch)
+
+
+@lru_cache(maxsize=4)
+def _window_ends(order: Order, epoch: int) -> NDArray[np.int64]:
+    sizes = np.asarray(order.sizes, np.int64)[_shards(order, epoch)]
+    return np.add.reduceat(sizes, np.arange(0, len(sizes), order.window)).cumsum()
+
+
+@lru_cache(maxsize=4)
+def _window(order: Order, epoch: int, index: int) -> NDArray[np.int64]:
+    shards = _shards(order, epoch)[index * order.window : (index + 1) * order.window]
+    pairs = np.concatenate([np.stack([np.full(order.sizes[s], s), np.arange(order.sizes[s])], axis=1) for s in shards])
+    return pairs[permutation(len(pairs), order.seed, _WINDOW, epoch, index)]
+
+
+def deal(lengths: NDArray[np.int64], parts: int) -> list[NDArray[np.int64]]:
+    """Cut a batch into ``parts`` of nearly equal counts and tokens; a pure function of the lengths.
+
+    The samples are dealt longest first, to and fro (0 1 2 2 1 0 …). Returns the indices of each
+    part; every index once. Counts differ by at most one.
+    """
+    longest_first = np.argsort(-lengths, kind="stable")
+    ranks = np.arange(len(lengths))
+    there = ranks % parts
+    part = np.where((ranks // parts) % 2 == 0, there, parts - 1 - there)
+    return [longest_first[part == p] for p in range(parts)]
