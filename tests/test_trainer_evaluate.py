@@ -1,0 +1,193 @@
+"""Evaluation: by hand, and the same for any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import trainer.evaluate
+from data_prep.manifest import load_manifest
+from trainer.batch import IGNORED, MicroBatch
+from trainer.evaluate import evaluate, evaluate_context, main, only_mask_token, shuffled_context, unigram_entropy
+from trainer.loader import Loader
+from trainer.model import Bert, ModelConfig
+
+CPU = torch.device("cpu")
+
+
+def shares(folder: Path, ranks: int, size: int = 16) -> list[list[MicroBatch]]:
+    """The batches of each rank."""
+    manifest = load_manifest(folder)
+    return [list(Loader(folder, manifest, rank, ranks).sweep(size)) for rank in range(ranks)]
+
+
+def sequences(batches: list[list[MicroBatch]]) -> dict[int, tuple[list[int], list[int]]]:
+    """Sample number: (tokens, labels or IGNORED at its masked places), over all ranks."""
+    out = {}
+    for batch in (batch for share in batches for batch in share):
+        bounds = batch.cu_seqlens.tolist()
+        for number, start, end in zip(batch.samples.tolist(), bounds, bounds[1:], strict=False):
+            inside = (batch.masked >= start) & (batch.masked < end)
+            out[number] = batch.tokens[start:end].tolist(), batch.labels[inside].tolist()
+    return out
+
+
+def by_hand(model: Bert, batches: list[MicroBatch]) -> dict[str, float]:
+    """Means from the logits of each batch and PyTorch's own cross entropy."""
+    logits = [model.logits(batch) for batch in batches]
+    mlm, nsp = (torch.cat(parts) for parts in zip(*logits, strict=True))
+    labels = torch.cat([batch.labels for batch in batches])
+    classes = 1 - torch.cat([batch.is_next for batch in batches])
+    mlm, labels = mlm[labels != IGNORED], labels[labels != IGNORED]
+    return {
+        "mlm_loss": float(torch.nn.functional.cross_entropy(mlm.double(), labels)),
+        "mlm_accuracy": float((mlm.argmax(-1) == labels).double().mean()),
+        "nsp_loss": float(torch.nn.functional.cross_entropy(nsp.double(), classes)),
+        "nsp_accuracy": float((nsp.argmax(-1) == classes).double().mean()),
+    }
+
+
+@torch.no_grad()
+def test_figures_are_means_over_targets_and_pairs(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+    model = Bert(tiny_model, seed=3).train()
+    [batches] = shares(tiny_shards, 1)
+    batches = [only_mask_token(batch, 4) for batch in batches]  # some labels are IGNORED
+    assert evaluate(model, iter(batches), CPU) == pytest.approx(by_hand(model, batches), rel=1e-5)
+    assert model.training  # as it was
+    evaluate(model.eval(), iter(batches[:1]), CPU)
+    assert not model.training
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_number_of_ranks_does_not_matter(
+    tiny_shards: Path, tiny_model: ModelConfig, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collective is played by hand: what every rank tells, each is given the sum of."""
+    model = Bert(tiny_model, seed=3)
+    alone = evaluate(model, iter(shares(tiny_shards, 1)[0]), CPU)
+    told: list[Tensor] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: told.append(sums.clone()))
+    parts = [evaluate(model, iter(share), CPU) for share in shares(tiny_shards, ranks, size=7)]
+    assert len(told) == ranks and all(part != pytest.approx(alone, rel=1e-4) for part in parts)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: sums.copy_(torch.stack(told).sum(0)))
+    for share in shares(tiny_shards, ranks, size=7):
+        assert evaluate(model, iter(share), CPU) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_rank_without_samples_takes_part(tiny_model: ModelConfig) -> None:
+    figures = evaluate(Bert(tiny_model), iter([]), CPU)
+    assert set(figures.values()) == {0.0}
+
+
+def test_only_the_places_of_mask_keep_their_target(tiny_shards: Path) -> None:
+    specials = load_manifest(tiny_shards).tokenizer.specials
+    kept = dropped = 0
+    for batch in shares(tiny_shards, 1)[0]:
+        only = only_mask_token(batch, specials.mask)
+        assert torch.equal(only.tokens, batch.tokens) and torch.equal(only.masked, batch.masked)
+        stands = batch.tokens[batch.masked].tolist()
+        for token, before, after in zip(stands, batch.labels.tolist(), only.labels.tolist(), strict=True):
+            hidden = token == specials.mask
+            assert after == (before if hidden else IGNORED)
+            kept, dropped = kept + hidden, dropped + (not hidden)
+    assert kept + dropped == 1136 and 0.75 < kept / 1136 < 0.85  # 80 % by BERT's recipe
+
+
+def test_shuffling_moves_ordinary_tokens_among_themselves_alone(tiny_shards: Path) -> None:
+    specials = astuple(load_manifest(tiny_shards).tokenizer.specials)
+    moved = total = 0
+    for batch in shares(tiny_shards, 1)[0]:
+        before = batch.tokens.clone()
+        after = shuffled_context(batch, specials, seed=0)
+        assert torch.equal(batch.tokens, before)  # a new batch, not a changed one
+        assert torch.equal(after.labels, batch.labels) and torch.equal(after.segments, batch.segments)
+        fixed = torch.isin(before, torch.tensor(specials))
+        fixed[batch.masked] = True
+        assert torch.equal(after.tokens[fixed], before[fixed])
+        for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+            assert torch.equal(after.tokens[start:end].sort()[0], before[start:end].sort()[0])
+        moved, total = moved + int((after.tokens != before).sum()), total + int((~fixed).sum())
+    assert moved / total > 0.85
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 16), (3, 5), (1, 299)])
+def test_shuffling_is_the_same_for_any_ranks_and_batches(tiny_shards: Path, ranks: int, size: int) -> None:
+    specials = astuple(load_manifest(tiny_shards).tokenizer.specials)
+
+    def shuffled(batches: list[list[MicroBatch]], seed: int) -> dict[int, tuple[list[int], list[int]]]:
+        return sequences([[shuffled_context(batch, specials, seed) for batch in share] for share in batches])
+
+    expected = shuffled(shares(tiny_shards, 1), 0)
+    assert len(expected) == 299
+    assert shuffled(shares(tiny_shards, ranks, size), 0) == expected
+    assert shuffled(shares(tiny_shards, ranks, size), 1) != expected
+
+
+def test_unigram_entropy_by_hand() -> None:
+    counts = torch.tensor([0, 7, 3, 0])  # p with one added: 1/14, 8/14, 4/14, 1/14
+    targets = torch.tensor([1, 1, 2, 3])
+    expected = -(2 * math.log(8 / 14) + math.log(4 / 14) + math.log(1 / 14)) / 4
+    assert unigram_entropy(targets, counts) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_marks_for_context(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+    """A fresh model is near the uniform; one that does not know an order loses nothing to shuffling."""
+    manifest = load_manifest(tiny_shards)
+    loader = Loader(tiny_shards, manifest, 0, 1)
+    counts = torch.from_numpy(np.load(tiny_shards / manifest.token_counts.file))
+    figures = evaluate_context(Bert(tiny_model), loader, counts, CPU, 64)
+    uniform = math.log(len(counts))
+    assert figures["mask_loss"] == pytest.approx(uniform, rel=0.02)
+
+    labels = torch.cat([only_mask_token(batch, manifest.tokenizer.specials.mask).labels for batch in loader.sweep(64)])
+    frequency = [(count + 1) / (int(counts.sum()) + len(counts)) for count in counts.tolist()]
+    hidden = labels[labels != IGNORED].tolist()
+    entropy = -sum(math.log(frequency[label]) for label in hidden) / len(hidden)
+    assert figures["mask_unigram_entropy"] == pytest.approx(entropy, rel=1e-9)
+    assert entropy < uniform
+
+    keen = Bert(replace(tiny_model, initializer_range=0.5))  # its logits feel every token and place
+    figures = evaluate_context(keen, loader, counts, CPU, 64)
+    assert abs(figures["mask_loss"] - figures["mask_loss_shuffled"]) > 1e-3
+    with torch.no_grad():
+        keen.position_table.zero_()
+        keen.segment_table.zero_()
+    figures = evaluate_context(keen, loader, counts, CPU, 64)
+    assert figures["mask_loss"] == pytest.approx(figures["mask_loss_shuffled"], rel=1e-5)
+
+
+def test_the_command_refuses_shards_of_another_vocabulary(
+    tiny_shards: Path,
+    own_shards: Path,
+    tiny_model: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path: Bert(tiny_model))
+    arguments = ["--checkpoint", "run", "--heldout", str(tiny_shards), "--train", str(own_shards)]
+    assert main(arguments) == 0
+    assert '"mask_unigram_entropy": ' in capsys.readouterr().out
+    manifest = own_shards / "manifest.json"
+    text, sha256 = manifest.read_text(), load_manifest(own_shards).tokenizer.sha256
+    manifest.write_text(text.replace(sha256, "0" * 64))
+    assert main(arguments) == 2
+    assert "were made with different tokenizers" in capsys.readouterr().err
+    manifest.write_text(text.replace('"vocab_size": 120', '"vocab_size": 60'))
+    assert main(arguments) == 2
+    assert "has a vocabulary of 60 entries but the model of run has 120" in capsys.readouterr().err
+    manifest.write_text(text)
+    (own_shards / "token_counts.npy").unlink()
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("trainer.evaluate: error: ") and "token_counts.npy cannot be read" in line
+    with pytest.raises(SystemExit):
+        main([*arguments, "--micro-batch", "0"])
+    assert "--micro-batch is 0: must be 1 or more" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""Exports: loaded by transformers with nothing missing, equal to the trained model, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForPreTraining
+from transformers.activations import ACT2FN
+
+from kernels.bias_gelu import bias_gelu
+from trainer import export
+from trainer.errors import TrainerError
+from trainer.fill_mask import fill_masks
+from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face
+from trainer.model import Bert, ModelConfig
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(65))]
+TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=len(WORDS))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A folder as ``data_prep`` writes it."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    model = Tokenizer(WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    model.normalizer, model.pre_tokenizer = BertNormalizer(lowercase=False), BertPreTokenizer()
+    model.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "BertTokenizerFast", "do_lower_case": False, "model_max_length": 24}
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | special))
+    return folder
+
+
+def trained(model: ModelConfig = TINY) -> dict[str, Tensor]:
+    """Weights as training leaves them: no bias is zero, no LayerNorm is one."""
+    generator = torch.Generator().manual_seed(1)
+    weights = Bert(model, seed=2).state_dict()
+    return {name: w + 0.2 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+
+
+def written(tokenizer: Path, model: ModelConfig = TINY) -> Path:
+    out = tokenizer.parent / f"export-{model.gelu}"
+    export.write_folder(trained(model), model, tokenizer, out)
+    return out
+
+
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+def test_transformers_logits_are_the_trained_models(gelu: str, tokenizer: Path) -> None:
+    model = replace(TINY, gelu=gelu)
+    folder = written(tokenizer, model)
+    parity = export.check(folder, trained(model), model)
+    assert 0 < max(parity.mlm, parity.nsp) <= export.TOLERANCE
+
+
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+def test_the_config_names_the_function_in_fact_used(gelu: str, tokenizer: Path) -> None:
+    folder = written(tokenizer, replace(TINY, gelu=gelu))
+    named = ACT2FN[json.loads((folder / "config.json").read_text())["hidden_act"]]
+    sweep = torch.linspace(-6, 6, 1201)[:, None]
+    assert float((named(sweep) - bias_gelu(sweep, torch.zeros(1), gelu)).abs().max()) < 1e-6
+
+
+def test_every_class_loads_it_and_the_decoder_is_tied(tokenizer: Path) -> None:
+    folder, weights = written(tokenizer), trained()
+    theirs, info = BertForPreTraining.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    decoder, table = theirs.cls.predictions.decoder, theirs.bert.embeddings.word_embeddings
+    assert decoder.weight.data_ptr() == table.weight.data_ptr()
+    assert torch.equal(table.weight, weights["token_table"][: TINY.vocab_size])
+    assert torch.equal(decoder.bias, weights["decoder_bias"][: TINY.vocab_size])
+    _, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert sorted(info["missing_keys"]) == ["classifier.bias", "classifier.weight"]
+
+
+def test_the_file_holds_every_parameter_in_fp32(tokenizer: Path) -> None:
+    folder = tokenizer.parent / "half"
+    export.write_folder({name: w.half() for name, w in trained().items()}, TINY, tokenizer, folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Bert(replace(TINY, vocab_size=64)).parameters())
+    count += (TINY.vocab_size - 64) * (TINY.hidden + 1)
+    assert sum(t.numel() for t in tensors.values()) == count
+    assert (folder / "model.safetensors").stat().st_size >= 4 * count
+
+
+def test_what_is_read_back_is_what_was_written(tokenizer: Path) -> None:
+    weights, model = export.read_folder(written(tokenizer, replace(TINY, gelu="tanh")))
+    assert model == replace(TINY, gelu="tanh")
+    expected = trained(model)
+    for name in ("token_table", "decoder_bias"):
+        expected[name][TINY.vocab_size :] = 0
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_tokenizer_keeps_its_own_settings(tokenizer: Path) -> None:
+    loaded = AutoTokenizer.from_pretrained(written(tokenizer))
+    assert loaded.convert_ids_to_tokens(loaded("w3 w64 W3").input_ids)[1:-1] == ["w3", "w64", "[UNK]"]
+    assert loaded.model_max_length == 24 and loaded.mask_token_id == 4
+
+
+def test_masks_are_filled(tokenizer: Path) -> None:
+    answers = fill_masks(written(tokenizer), ["w1 [MASK] w2 [MASK]", "[MASK]"], top=3)
+    assert [len(text) for text in answers] == [2, 1]
+    for mask in (mask for text in answers for mask in text):
+        shares = [share for _, share in mask]
+        assert len(mask) == 3 and shares == sorted(shares, reverse=True) and sum(shares) <= 1
+        assert all(token in WORDS for token, _ in mask)
+    with pytest.raises(TrainerError, match=r"no \[MASK\] in 'w1'"):
+        fill_masks(tokenizer.parent / "export-none", ["w1"])
+
+
+def test_a_folder_that_is_not_the_trained_model_fails_the_check(tokenizer: Path) -> None:
+    folder, weights = written(tokenizer), trained()
+    weights["layers.0.mlp_in_bias"][3] += 0.01
+    with pytest.raises(TrainerError, match="logits differ"):
+        export.check(folder, weights, TINY)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(tokenizer: Path) -> None:
+    out = tokenizer.parent / "out"
+    out.mkdir()
+    export.write_folder(trained(), TINY, tokenizer, out)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(TrainerError, match="already there"):
+        export.write_folder(trained(), TINY, tokenizer, out)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_what_a_killed_export_left_is_no_hindrance(tokenizer: Path) -> None:
+    left = tokenizer.parent / ".export-none.tmp"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half of it")
+    export.read_folder(written(tokenizer))
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pooler_bias": torch.empty(0)}, "pooler_bias is empty"),
+        ({"nsp_weight": torch.zeros(3, 16)}, r"nsp_weight is \(3, 16\); the model's is \(2, 16\)"),
+        ({"module.nsp_weight": torch.zeros(2, 16)}, "unknown tensors, module.nsp_weight first"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str, tokenizer: Path) -> None:
+    out = tokenizer.parent / "out"
+    with pytest.raises(TrainerError, match=message):
+        export.write_folder(trained() | change, TINY, tokenizer, out)
+    assert not out.exists()
+    weights = trained()
+    del weights["mlm_bias"]
+    with pytest.raises(TrainerError, match="lack 1 tensors, mlm_bias"):
+        to_hugging_face(weights, TINY)
+
+
+def test_another_tokenizer_is_refused(tokenizer: Path) -> None:
+    model = replace(TINY, vocab_size=71)
+    with pytest.raises(TrainerError, match="holds 70 tokens, the model has 71"):
+        export.write_folder(trained(model), model, tokenizer, tokenizer.parent / "out")
+    (tokenizer / "tokenizer.json").unlink()
+    with pytest.raises(TrainerError, match="lacks tokenizer.json"):
+        written(tokenizer)
+
+
+# ---- imports --------------------------------------------------------------------------------------------
+
+
+def test_old_names_and_saved_positions_are_understood() -> None:
+    tensors = to_hugging_face(trained(), TINY)
+    old = {}
+    for name, tensor in tensors.items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        old[name] = tensor
+    old["bert.embeddings.position_ids"] = torch.arange(24)[None]
+    old["cls.predictions.decoder.weight"] = old["bert.embeddings.word_embeddings.weight"].clone()
+    weights = from_hugging_face(old, TINY)
+    assert torch.equal(weights["layers.0.mlp_norm_weight"], trained()["layers.0.mlp_norm_weight"])
+
+
+def test_a_model_without_heads_is_imported_and_said() -> None:
+    tensors = to_hugging_face(trained(), TINY)
+    encoder = {name: tensor for name, tensor in tensors.items() if name.startswith("bert.e")}
+    bare = {name.removeprefix("bert."): tensor for name, tensor in encoder.items()}
+    weights = from_hugging_face(bare, TINY)
+    assert missing_heads(weights, TINY) == ["pooler", "MLM head", "NSP head"]
+    assert torch.equal(weights["layers.0.qkv_weight"], trained()["layers.0.qkv_weight"])
+
+
+def test_foreign_tensors_are_refused() -> None:
+    tensors = to_hugging_face(trained(), TINY)
+    with pytest.raises(TrainerError, match="no tensor bert.embeddings.word_embeddings.weight"):
+        from_hugging_face({f"module.{name}": tensor for name, tensor in tensors.items()}, TINY)
+    with pytest.raises(TrainerError, match="ties the two"):
+        from_hugging_face(tensors | {"cls.predictions.decoder.weight": torch.zeros(70, 16)}, TINY)
+    with pytest.raises(TrainerError, match=r"\(70, 16\), the model's is \(192, 16\)"):
+        from_hugging_face(tensors, replace(TINY, vocab_size=150))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "roberta"}, "'roberta'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"position_embedding_type": "relative_key"}, "'relative_key'"),
+        ({"num_attention_heads": 3}, "must be a multiple of heads, 3"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+    ],
+)
+def test_a_model_that_lambert_cannot_compute_is_refused(
+    change: dict[str, object], message: str, tokenizer: Path
+) -> None:
+    folder = written(tokenizer)
+    config = json.loads((folder / "config.json").read_text()) | change
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TrainerError, match=message):
+        export.read_folder(folder)
+
+
+def test_damaged_and_missing_files_are_one_line(tokenizer: Path) -> None:
+    folder = written(tokenizer)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-100])
+    with pytest.raises(TrainerError, match=r"model.safetensors cannot be read: [^\n]*$"):
+        export.read_folder(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(TrainerError, match="neither model.safetensors nor pytorch_model.bin"):
+        export.read_folder(folder)
+    (folder / "pytorch_model.bin").write_bytes(weights)
+    with pytest.raises(TrainerError, match=r"pytorch_model.bin cannot be read: [^\n]*$"):
+        export.read_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(TrainerError, match="holds no object"):
+        export.read_folder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(TrainerError, match="config.json cannot be read"):
+        export.read_folder(folder)
+
+
+def test_a_pickled_state_dict_is_read_without_running_code(tokenizer: Path) -> None:
+    folder = written(tokenizer)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    expected, _ = export.read_folder(folder)
+    (folder / "model.safetensors").unlink()
+    weights, _ = export.read_folder(folder)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())

@@ -1,0 +1,288 @@
+"""To and from Hugging Face: names and shapes, folders, and the proof that both models are one.
+
+An export is a folder that ``transformers`` loads as ``BertForPreTraining`` with no missing and no
+unexpected name: ``model.safetensors`` in fp32, ``config.json``, and the tokenizer's own files. The
+decoder is tied to the token table there as here, so it is written once, under the table's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.batch import MicroBatch
+from trainer.checkpoint import find, load_weights
+from trainer.errors import TrainerError
+from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face, unused_names
+from trainer.model import Bert, ModelConfig
+
+TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the largest logit
+
+_log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
+_ACTIVATIONS = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
+_IMPORTED_ACTIVATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Largest difference from transformers' logits, as a share of their largest."""
+
+    mlm: float
+    nsp: float
+
+
+# ---- folders ------------------------------------------------------------------------------------------
+
+
+def write_folder(weights: dict[str, Tensor], model: ModelConfig, tokenizer_folder: Path, out: Path) -> None:
+    """Writes the export to ``out``, whole or not at all.
+
+    Raises TrainerError if ``out`` is there and not an empty folder, if the tokenizer's files are missing or
+    of another vocabulary size, or if a weight does not fit the model.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise TrainerError(f"{out} is already there; name a folder that does not exist or is empty")
+    _check_tokenizer(tokenizer_folder, model)
+    exported = to_hugging_face(weights, model)
+    tensors = {name: t.detach().float().cpu().contiguous() for name, t in exported.items()}
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed export left
+    temporary.mkdir(parents=True)
+    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    (temporary / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
+    for name in _TOKENIZER_FILES:
+        shutil.copyfile(tokenizer_folder / name, temporary / name)
+    for path in (*temporary.iterdir(), temporary):
+        _sync(path)
+    temporary.replace(out)
+    _sync(out.parent)
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Bert's ``state_dict``, without the heads that are not there, and the model of a Hugging Face folder.
+
+    What is missing, or there and not used, is logged as a warning. Raises TrainerError if this is no BERT
+    or one that Lambert cannot compute.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainerError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise TrainerError(f"{folder / 'config.json'} holds no object; is this a BERT's folder?")
+    model = _model(config, folder)
+    tensors = _load_tensors(folder)
+    try:
+        weights = from_hugging_face(tensors, model)
+    except TrainerError as error:
+        raise TrainerError(f"{folder}: {error}") from error
+    if heads := missing_heads(weights, model):
+        _log.warning("%s has no %s; training would start it from random values", folder, ", no ".join(heads))
+    if unused := unused_names(tensors, model):
+        _log.warning("%s: not used: %s", folder, ", ".join(unused))
+    return weights, model
+
+
+def _config(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "dtype": "float32",
+        "hidden_act": _ACTIVATIONS[model.gelu],
+        "hidden_dropout_prob": model.dropout,
+        "hidden_size": model.hidden,
+        "initializer_range": model.initializer_range,
+        "intermediate_size": model.intermediate,
+        "layer_norm_eps": model.layer_norm_eps,
+        "max_position_embeddings": model.max_positions,
+        "num_attention_heads": model.heads,
+        "num_hidden_layers": model.layers,
+        "pad_token_id": 0,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+        "type_vocab_size": model.segments,
+        "vocab_size": model.vocab_size,
+    }
+
+
+def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
+    fixed = {"model_type": "bert", "position_embedding_type": "absolute", "is_decoder": False}
+    for name, value in fixed.items():
+        if config.get(name, value) != value:
+            raise TrainerError(f"{folder}: {name} is {config[name]!r}; Lambert's BERT has {value!r}")
+    activation = config.get("hidden_act", "gelu")
+    if activation not in _IMPORTED_ACTIVATIONS:
+        known = ", ".join(_IMPORTED_ACTIVATIONS)
+        raise TrainerError(f"{folder}: hidden_act is {activation!r}; Lambert has {known}")
+    try:
+        model = ModelConfig(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=config["num_attention_heads"],
+            intermediate=config["intermediate_size"],
+            max_positions=config["max_position_embeddings"],
+            vocab_size=config["vocab_size"],
+            segments=config["type_vocab_size"],
+            dropout=config.get("hidden_dropout_prob", 0.1),
+            attention_dropout=config.get("attention_probs_dropout_prob", 0.1),
+            layer_norm_eps=config.get("layer_norm_eps", 1e-12),
+            gelu=_IMPORTED_ACTIVATIONS[activation],
+            initializer_range=config.get("initializer_range", 0.02),
+        )
+    except KeyError as error:
+        raise TrainerError(f"{folder / 'config.json'} lacks {error}; is this a BERT's folder?") from error
+    if problems := model.problems():
+        raise TrainerError(f"{folder / 'config.json'}: {'; '.join(problems)}")
+    return model
+
+
+def _load_tensors(folder: Path) -> dict[str, Tensor]:
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    path = safe if safe.is_file() else pickled
+    if not path.is_file():
+        raise TrainerError(f"{folder} holds neither {safe.name} nor {pickled.name}")
+    tensors: dict[str, Tensor]
+    try:
+        tensors = load_file(safe) if path == safe else torch.load(pickled, "cpu", weights_only=True)
+    except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        reason = str(error).splitlines()[0]
+        raise TrainerError(f"{path} cannot be read: {reason}; fetch or export it again") from error
+    return tensors
+
+
+def _check_tokenizer(folder: Path, model: ModelConfig) -> None:
+    for name in _TOKENIZER_FILES:
+        if not (folder / name).is_file():
+            raise TrainerError(f"{folder} lacks {name}; name the shards' tokenizer folder")
+    size = len((folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n"))
+    if size != model.vocab_size:
+        raise TrainerError(f"{folder / 'vocab.txt'} holds {size} tokens, the model has {model.vocab_size}")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- proof, by transformers ---------------------------------------------------------------------------
+
+
+def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, *, batches: int = 4, seed: int = 0) -> Parity:
+    """Compares transformers' model of ``folder`` with Bert of ``weights`` on random batches, in fp32.
+
+    Ours runs unpadded, theirs padded. Raises TrainerError if a name is missing or unexpected, or if a logit
+    differs by more than TOLERANCE of the largest.
+    """
+    theirs = load_transformers(folder)
+    ours = Bert(model)
+    ours.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    worst = Parity(0.0, 0.0)
+    for number in range(batches):
+        batch = random_batch(model, seed + number)
+        with torch.no_grad():
+            pairs = list(zip(ours.logits(batch), padded_logits(theirs, batch), strict=True))
+        mlm, nsp = (float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+        worst = Parity(max(worst.mlm, mlm), max(worst.nsp, nsp))
+    if not max(worst.mlm, worst.nsp) <= TOLERANCE:  # so written, NaN fails
+        seen = f"MLM by {worst.mlm:.1e}, NSP by {worst.nsp:.1e}"
+        raise TrainerError(f"{folder}: logits differ from the weights' own, {seen}; {TOLERANCE} is allowed")
+    return worst
+
+
+def random_batch(model: ModelConfig, seed: int) -> MicroBatch:
+    """Eight random sequences, one of 3 tokens and one as long as the model allows, 15 % of tokens masked."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, count: int) -> Tensor:  # (count,) int64 in [low, high)
+        return torch.randint(low, high, (count,), generator=generator)
+
+    longest = model.max_positions
+    lengths = torch.cat([torch.tensor([longest, min(3, longest)]), draw(1, longest + 1, 6)])
+    tokens = int(lengths.sum())
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    masked = torch.randperm(tokens, generator=generator)[: max(1, round(0.15 * tokens))].sort().values
+    return MicroBatch(
+        tokens=draw(0, model.vocab_size, tokens),
+        segments=(positions >= longest // 2).long().clamp(max=model.segments - 1),
+        positions=positions,
+        cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
+        max_seqlen=longest,
+        samples=draw(0, 1 << 40, lengths.numel()),
+        masked=masked,
+        labels=draw(0, model.vocab_size, masked.numel()),
+        is_next=draw(0, 2, lengths.numel()),
+    )
+
+
+def padded_logits(theirs: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """A transformers BertForPreTraining on the padded batch: MLM logits (P, V) at ``masked``, NSP (B, 2)."""
+    lengths = batch.cu_seqlens.diff()
+    present = torch.arange(batch.max_seqlen) < lengths[:, None]  # (B, S)
+    tokens = torch.zeros(present.shape, dtype=torch.int64).masked_scatter(present, batch.tokens)
+    segments = torch.zeros_like(tokens).masked_scatter(present, batch.segments)
+    out = theirs(input_ids=tokens, attention_mask=present.long(), token_type_ids=segments)
+    return out.prediction_logits[present][batch.masked], out.seq_relationship_logits
+
+
+def load_transformers(folder: Path) -> Any:
+    """The folder's BertForPreTraining in fp32, evaluating; TrainerError if a name is missing or foreign."""
+    from transformers import BertForPreTraining
+    from transformers.utils import logging as reports
+
+    reports.disable_progress_bar()
+    loaded: Any = BertForPreTraining.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    model, info = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise TrainerError(f"{folder}: transformers finds {kind.replace('_', ' ')}: {sorted(info[kind])}")
+    return model.eval()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``python -m trainer.export --checkpoint RUN --out FOLDER [--check]``; 0, or 2 after one line."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description="Write a Hugging Face BERT.")
+    parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
+    parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
+    parser.add_argument("--tokenizer", type=Path, help="by default the one that the run keeps beside its checkpoints")
+    parser.add_argument("--check", action="store_true", help="load it with transformers and compare all logits")
+    options = parser.parse_args(arguments)
+    try:
+        found = find(options.checkpoint)
+        weights, model = load_weights(found), ModelConfig(**found.record["config"]["model"])
+        write_folder(weights, model, options.tokenizer or found.folder.parent / "tokenizer", options.out)
+        print(f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}")
+        if options.check:
+            worst = check(options.out, weights, model)
+            print(
+                "transformers finds every name, and its logits differ from the checkpoint's by at most "
+                f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {TOLERANCE:.0e} is allowed"
+            )
+    except TrainerError as error:
+        print(f"trainer.export: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
