@@ -87,7 +87,7 @@ def save(root: Path, step: int, optimizer: LambertOptimizer, record: dict[str, A
 
 def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint under ``root`` (None without any), and why newer ones were passed over."""
-    passed = []
+    passed: list[str] = []
     names = [path.name for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
     for name in sorted(names, key=lambda name: int(name[5:]), reverse=True):
         try:
@@ -161,7 +161,8 @@ def find(path: Path) -> Checkpoint:
         return read(path)
     found, passed = newest(path)
     if found is None:
-        raise TrainerError("; ".join([f"no whole checkpoint in {path}: name a run's folder or a step-… in it", *passed]))
+        advice = f"no whole checkpoint in {path}: name a run's folder, or a step-… folder in it"
+        raise TrainerError("; ".join([advice, *passed]))
     return found
 
 
@@ -177,9 +178,10 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints."""
-    names = sorted((path for path in root.glob("step-*") if _NAME.fullmatch(path.name)), key=lambda p: int(p.name[5:]))
-    for folder in names[:-keep]:
+    """Remove all but the ``keep`` newest checkpoints, and what killed saves left."""
+    named = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+    named.sort(key=lambda path: int(path.name[5:]))
+    for folder in [*named[:-keep], *root.glob(".step-*.tmp")]:
         shutil.rmtree(folder)
 
 
@@ -266,7 +268,7 @@ class _Pieces:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder = checkpoint.folder
-        self.files = [safe_open(checkpoint.folder / name, framework="pt") for name in checkpoint.parts]
+        self.files: list[Any] = [safe_open(checkpoint.folder / name, framework="pt") for name in checkpoint.parts]
         self.starts = [json.loads(file.metadata()["starts"]) for file in self.files]
 
     def read(self, kind: str, name: str, start: int, length: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The engine: one optimizer step over any number of micro-batches, on DeepSpeed's ZeRO.
 
-The only file that imports DeepSpeed. Its configuration is derived here from Lambert's own, with every
+The only file that imports DeepSpeed, and only to make an engine: it takes seconds, and chooses its
+accelerator as it is imported. Its configuration is derived here from Lambert's own, with every
 default that matters stated; nobody writes one by hand.
 """
 
@@ -11,18 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import deepspeed
 import torch
 from torch import Tensor
 
 from kernels.dropout import token_keys
 from trainer.batch import GlobalCounts, MicroBatch
 from trainer.errors import TrainerError
-from trainer.loss_scale import LossScale, next_scale
+from trainer.loss_scale import POWERS_OF_TWO, LossScale, next_scale
 from trainer.model import Bert, ModelConfig, Output
 from trainer.optimizer import OptimizerConfig, make_optimizer
 from trainer.partition import read_partition, refresh_weights
-from trainer.world import World, use_own_extensions
+from trainer.world import World, set_up_deepspeed
 
 SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct")  # what a step's sums hold, in this order
 
@@ -43,8 +43,8 @@ class EngineConfig:
             found.append("precision fp16 does not run at zero_stage 0 in DeepSpeed: set zero_stage to 1 or 2")
         if self.precision == "bf16" and self.zero_stage != 2:
             found.append(f"precision bf16 runs at zero_stage 2 only, not {self.zero_stage}: set zero_stage to 2")
-        if not self.initial_loss_scale >= 1:
-            found.append(f"initial_loss_scale is {self.initial_loss_scale}: must be 1 or more")
+        if self.initial_loss_scale not in POWERS_OF_TWO:  # others would round what they scale
+            found.append(f"initial_loss_scale is {self.initial_loss_scale}: must be a power of two from 1 to 2^24")
         if self.loss_scale_growth_interval < 1:
             found.append(f"loss_scale_growth_interval is {self.loss_scale_growth_interval}: must be 1 or more")
         return found
@@ -111,7 +111,7 @@ def build_extensions() -> None:
     """Compile what DeepSpeed would compile at its first start without a GPU, so that this start is quick."""
     if torch.cuda.is_available():
         return
-    use_own_extensions()
+    set_up_deepspeed("cpu")
     print("lambert: compiling DeepSpeed's CPU communication (about a minute, once)", flush=True)
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
@@ -127,6 +127,8 @@ class Engine:
     def __init__(
         self, config: EngineConfig, model: ModelConfig, optimizer: OptimizerConfig, world: World, seed: int
     ) -> None:
+        import deepspeed
+
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         self.world, self.seed, self.stage = world, seed, config.zero_stage
         self.precision = resolve_precision(config, world.device)
@@ -150,7 +152,9 @@ class Engine:
     @property
     def versions(self) -> dict[str, str]:
         """What really runs, by name."""
-        return {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "precision": self.precision}
+        from deepspeed import __version__
+
+        return {"deepspeed": __version__, "torch": torch.__version__, "precision": self.precision}
 
     def step(self, batches: Sequence[MicroBatch], counts: GlobalCounts, step: int, rate: float) -> StepResult:
         """One optimizer step over this rank's micro-batches of a global batch.

@@ -89,24 +89,27 @@ class LambertOptimizer(torch.optim.Optimizer):
         gradients = [_gradient(buffer) for buffer in self.partition.buffers]
         for gradient in gradients:
             gradient.mul_(1.0 / self.gradient_scale)
-        self.gradient_norm = self._norm(gradients)
-        if self.config.gradient_clipping > 0:
-            factor = (self.config.gradient_clipping / (self.gradient_norm + 1e-6)).clamp(max=1.0)
+        squares = self._squares(gradients)
+        if self.config.gradient_clipping > 0:  # the moments must see clipped gradients: a second all-reduce
+            norm = self._complete(squares.clone()).sqrt()
+            factor = (self.config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
             for gradient in gradients:
                 gradient.mul_(factor)
-        self._update([self._direction(b, g) for b, g in zip(self.partition.buffers, gradients, strict=True)])
+        directions = [self._direction(b, g) for b, g in zip(self.partition.buffers, gradients, strict=True)]
+        self.gradient_norm = self._update(directions, squares).sqrt()
 
-    def _update(self, directions: list[Tensor]) -> None:
+    def _update(self, directions: list[Tensor], squares: Tensor) -> Tensor:
+        """Move the weights. ``squares`` () is this rank's sum of squared gradients; returns that of all ranks."""
         raise NotImplementedError
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
+    def _squares(self, gradients: list[Tensor]) -> Tensor:
         assert self.partition is not None
         squares = gradients[0].new_zeros(())
         for buffer, gradient in zip(self.partition.buffers, gradients, strict=True):
             for part in buffer.slices:
                 own = _cut(gradient, part)
                 squares += own.dot(own)
-        return self._complete(squares).sqrt()
+        return squares
 
     def _complete(self, sums: Tensor) -> Tensor:
         """Partial sums over the ranks' shares, made whole."""
@@ -141,31 +144,35 @@ class LambertOptimizer(torch.optim.Optimizer):
 class Adam(LambertOptimizer):
     """AdamW, or the original BERT's Adam with ``bias_correction: false``."""
 
-    def _update(self, directions: list[Tensor]) -> None:
+    def _update(self, directions: list[Tensor], squares: Tensor) -> Tensor:
         assert self.partition is not None
         for name, weight, direction in self._parts(directions):
             decay = self.config.weight_decay if decays(self.partition.shapes[name]) else 0.0
             adam_step(weight, direction, self.rate, decay)
+        return self._complete(squares)
 
 
 class Lamb(LambertOptimizer):
     """LAMB: Adam's direction, with each tensor's step scaled to its own norm."""
 
-    def _update(self, directions: list[Tensor]) -> None:
+    def _update(self, directions: list[Tensor], squares: Tensor) -> Tensor:
         assert self.partition is not None
         adapted = [name for name, shape in self.partition.shapes.items() if decays(shape)]
         row = {name: k for k, name in enumerate(adapted)}
-        sums = directions[0].new_zeros(len(adapted), 2)
+        sums = directions[0].new_zeros(len(adapted) + 1, 2)  # the last row takes the gradients' squares along
+        sums[-1, 0] = squares
         for name, weight, direction in self._parts(directions):
             if name in row:
                 direction.add_(weight, alpha=self.config.weight_decay)
                 sums[row[name]] += square_sums(weight, direction)
-        self.trust = trust_ratios(self._complete(sums))
+        sums = self._complete(sums)
+        self.trust = trust_ratios(sums[:-1])
         for name, weight, direction in self._parts(directions):
             if name in row:
                 lamb_step(weight, direction, self.trust[row[name]], self.rate)
             else:
                 adam_step(weight, direction, self.rate, 0.0)
+        return sums[-1, 0]
 
 
 def make_optimizer(parameters: Iterator[Tensor], config: OptimizerConfig) -> LambertOptimizer:

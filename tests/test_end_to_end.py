@@ -1,0 +1,229 @@
+"""The whole line under the real launcher: text → shards → two ranks → SIGKILL → resume → export; and bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ranks
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from data_prep.manifest import load_manifest
+from data_prep.shards import shard_name, tar_path
+
+STEPS = (14, 10)  # of the two phases
+TIMEOUT = 120
+
+
+@pytest.fixture
+def config(tiny_shards: Path, tmp_path: Path) -> dict[str, Any]:
+    """A run of two phases over the tiny shards; 300 samples in an epoch, so one ends inside each phase."""
+    phase = {"train": str(tiny_shards), "heldout": str(tiny_shards), "sequence_length": 32, "learning_rate": 0.01}
+    return {
+        "run": {"name": "test", "folder": str(tmp_path / "run"), "seed": 5, "shuffle_window": 2},
+        "model": {
+            **{"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 32},
+            "vocab_size": load_manifest(tiny_shards).tokenizer.vocab_size,
+        },
+        "phases": [
+            {**phase, "name": "first", "steps": STEPS[0], "global_batch": 30, "micro_batch": 8, "warmup_steps": 2},
+            {**phase, "name": "second", "steps": STEPS[1], "global_batch": 50, "accumulation": 2},
+        ],
+        "checkpoint": {"every_steps": 4, "keep": 2},
+        "metrics": {"port": None, "log_every_steps": 2},
+    }
+
+
+def write(config: dict[str, Any], folder: Path) -> Path:
+    path = folder / f"{Path(config['run']['folder']).name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def launch(path: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The run on two ranks, as a user starts it."""
+    return subprocess.Popen(
+        [
+            *(shutil.which("deepspeed") or Path(sys.executable).with_name("deepspeed"), "--num_accelerators", "2"),
+            *("--master_port", str(ranks.free_port()), "--module", "trainer", "--config", path),
+            *(part for override in overrides for part in ("--set", override)),
+        ],
+        cwd=ranks.ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ranks.ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def lines(folder: Path, event: str) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [record for record in records if record["event"] == event]
+
+
+def wait_for(done: Any, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not done():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def killed(config: dict[str, Any], tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run whose launcher and ranks were killed right after its second checkpoint."""
+    process = launch(write(config, tmp_path))
+    folder = Path(config["run"]["folder"])
+    try:
+        wait_for(lambda: len(lines(folder, "checkpoint")) > 1, process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    yield folder
+
+
+def test_killed_and_resumed_is_never_killed_and_exports(
+    config: dict[str, Any], killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config["run"]["folder"] = str(tmp_path / "straight")
+    straight = launch(write(config, tmp_path))
+    assert straight.wait(TIMEOUT) == 0, straight.communicate()[0]
+    resumed = launch(tmp_path / "run.yaml", "run.resume=required")
+    output = resumed.communicate(timeout=TIMEOUT)[0]
+    assert resumed.returncode == 0, output
+    assert "lambert: resumed from" in output
+
+    last = f"step-{sum(STEPS):08d}"
+    parts = sorted(path.name for path in (killed / last).glob("part-*"))
+    assert len(parts) == 2
+    for part in parts:
+        ours, theirs = load_file(killed / last / part), load_file(tmp_path / "straight" / last / part)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    numbers = ("loss", "gradient_norm", "position", "phase", "learning_rate", "tokens")
+    by_step = {r["step"]: [r[n] for n in numbers] for r in lines(tmp_path / "straight", "step")}
+    assert len(by_step) == sum(STEPS)
+    after = [r for r in lines(killed, "step") if r["restarts"] == 1]
+    assert after and all([r[n] for n in numbers] == by_step[r["step"]] for r in after)
+    assert {r["step"] for r in lines(killed, "step")} == set(by_step)
+
+    from trainer.export import main as export
+    from trainer.report import main as report
+
+    assert export(["--checkpoint", str(killed), "--out", str(tmp_path / "bert"), "--check"]) == 0
+    assert "transformers finds every name" in capsys.readouterr().out
+    assert report([str(killed)]) == 0
+    assert (killed / "report.png").stat().st_size > 10_000
+
+
+def test_a_killed_rank_ends_the_run_in_one_line_and_leaves_no_orphan(config: dict[str, Any], tmp_path: Path) -> None:
+    config["phases"][0]["steps"] = 100_000
+    process = launch(write(config, tmp_path))
+    folder = Path(config["run"]["folder"])
+    wait_for(lambda: lines(folder, "step"), process)
+    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
+    workers[0].kill()
+    killed_at = time.monotonic()
+    output = process.communicate(timeout=TIMEOUT)[0]
+    assert process.returncode != 0
+    assert time.monotonic() - killed_at < 30
+    assert "trainer: rank 0: lost contact with another rank" in output
+    assert "Traceback" not in output
+    assert not [p for p in psutil.process_iter() if _is_ours(p, str(tmp_path))]
+    assert not list(folder.glob(".step-*")) or (folder / "latest").exists()
+
+
+def _is_ours(process: psutil.Process, mark: str) -> bool:
+    try:
+        return any(mark in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def run_alone(path: Path, *overrides: str) -> tuple[int, str]:
+    """The run as one process without a launcher: exit code and output."""
+    arguments = [part for override in overrides for part in ("--set", override)]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "--config", path, *arguments],
+        cwd=ranks.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def refused(path: Path, *overrides: str) -> str:
+    """The error of a run that must not start: exit code 2, no traceback."""
+    code, output = run_alone(path, *overrides)
+    assert code == 2 and "Traceback" not in output, output
+    errors = [line for line in output.splitlines() if "error:" in line]
+    assert len(errors) == 1, output
+    return output
+
+
+def test_three_mistakes_are_all_listed(config: dict[str, Any], tmp_path: Path) -> None:
+    config["model"]["hiden"] = 16
+    config["phases"][0]["steps"] = "many"
+    config["optimizer"] = {"name": "lamp"}
+    output = refused(write(config, tmp_path))
+    assert "3 problems" in output
+    assert "model.hiden: unknown key; did you mean hidden?" in output
+    assert "phases.0.steps: expected a whole number, found str 'many'" in output
+    assert "optimizer.name: 'lamp' is not one of lamb, adam" in output
+
+
+def test_a_vocabulary_that_is_not_the_shards_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    output = refused(write(config, tmp_path), "model.vocab_size=50")
+    assert "entries but model.vocab_size is 50" in output
+    assert not Path(config["run"]["folder"]).exists()
+
+
+def test_a_damaged_shard_stops_the_run_by_name(config: dict[str, Any], own_shards: Path, tmp_path: Path) -> None:
+    for number in range(len(load_manifest(own_shards).shards)):
+        tar = tar_path(own_shards, shard_name(number))
+        data = bytearray(tar.read_bytes())
+        for offset in range(700, len(data), 1024):  # inside every sample's data
+            data[offset] ^= 1
+        tar.write_bytes(data)
+    config["phases"][0]["train"] = str(own_shards)
+    output = refused(write(config, tmp_path))
+    assert f"shard {own_shards}/shard-" in output and "is damaged at sample" in output
+
+
+def test_a_port_in_use_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        output = refused(write(config, tmp_path), f"metrics.port={taken.getsockname()[1]}")
+    assert "cannot be opened (Address already in use): set another metrics.port" in output
+
+
+def test_a_checkpoint_of_another_model_is_refused(config: dict[str, Any], killed: Path, tmp_path: Path) -> None:
+    output = refused(tmp_path / "run.yaml", "model.intermediate=48")
+    assert "is of another model" in output and "first layers.0.mlp_in_bias" in output
+    output = refused(tmp_path / "run.yaml", "run.resume=never")
+    assert "exists and run.resume is never" in output
+
+
+def test_resume_required_without_a_checkpoint_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
+    assert "no whole checkpoint" in refused(write(config, tmp_path), "run.resume=required")

@@ -1,0 +1,59 @@
+"""``deepspeed --module trainer --config run.yaml [--set key=value …]``; also under torchrun or alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from trainer.config import load
+from trainer.data import open_phases
+from trainer.errors import TrainerError
+from trainer.train import train
+from trainer.world import from_launcher, join, leave, speaks_first
+
+
+def main() -> None:
+    """Read the configuration, meet the other ranks, train. Exits 2 on anything a user can mend."""
+    parser = argparse.ArgumentParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
+    parser.add_argument("--config", required=True, help="the run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
+    options = parser.parse_args()
+    try:
+        config = load(options.config, options.set)
+        world = from_launcher(config.run.device)
+        phases = open_phases(config, world)
+    except TrainerError as error:
+        if not speaks_first():
+            time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
+        _fail(f"trainer: error: {error}")
+    try:
+        join(world, config.run.timeout_seconds)
+        state = train(config, phases, world)
+    except TrainerError as error:
+        _fail(f"trainer: rank {world.rank}: error: {error}")
+    except RuntimeError as error:
+        if not _lost_contact(error):
+            raise
+        reason = str(error).strip().split("\n")[0].split(". ")[0]
+        _fail(f"trainer: rank {world.rank}: lost contact with another rank, whose own line says why ({reason})", 3)
+    if world.is_main:
+        print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
+    leave(0)
+
+
+def _lost_contact(error: RuntimeError) -> bool:
+    import torch.distributed as dist
+
+    signs = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out", "Socket")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+
+
+def _fail(message: str, code: int = 2) -> None:
+    print(message, file=sys.stderr, flush=True)
+    leave(code)
+
+
+if __name__ == "__main__":
+    main()
