@@ -1,7 +1,8 @@
 # On a fresh machine with Python 3.11 or 3.12, make and a C++ compiler, `make demo` and `make test` do
 # everything, their set-up in .venv included.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+SUITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUITS)' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 READY := .venv/.ready-$(shell cksum < requirements.lock | cut -d' ' -f1)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -22,7 +23,7 @@ setup: $(READY)
 
 $(READY): requirements.lock
 	@echo "lambert: setting up .venv (a few minutes, once)"
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v in ((3, 11), (3, 12)) or sys.exit("lambert: needs Python 3.11 or 3.12, this is %d.%d: set PYTHON=python3.11" % v)'
+	@test -n "$(PYTHON)" || { echo "lambert: error: needs Python 3.11 or 3.12: install one, or set PYTHON=…" >&2; exit 2; }
 	@rm -f .venv/.ready-*
 	@$(PYTHON) -m venv .venv
 	@# PyTorch first, with its own needs: a CUDA build brings its libraries, and DeepSpeed's build looks for it

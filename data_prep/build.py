@@ -149,9 +149,7 @@ def make_shard(number: int, job: Job) -> tuple[ShardRecord, NDArray[np.int64]]:
     numbers = np.arange(number * size, min((number + 1) * size, len(plan)))
     pairs = plan[shuffled(numbers, len(plan), job.settings.seed, ORDER)]
     vocabulary = make_vocabulary(job.tokenizer.vocab_size, job.tokenizer.specials)
-    samples = make_samples(
-        job.open_store(), pairs, number * size, job.tokenizer.specials, vocabulary, job.settings
-    )
+    samples = make_samples(job.open_store(), pairs, number * size, job.tokenizer.specials, vocabulary, job.settings)
     write_shard(job.out, name, number * size, samples, id_dtype(job.tokenizer.vocab_size))
     return measure_shard(job.out, name, job.tokenizer.vocab_size)
 

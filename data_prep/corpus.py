@@ -133,7 +133,7 @@ def _record(line: str, place: str) -> dict[str, str]:
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DataError(f"{place}: wanted an object with a string field \"text\"")
+        raise DataError(f'{place}: wanted an object with a string field "text"')
     try:
         record["text"].encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, UTF-8 can't

@@ -40,9 +40,7 @@ def make_samples(
         lengths = (rows["a_length"] + rows["b_length"] + SPECIALS_IN_PAIR).tolist()
         splits, is_next = (rows["a_length"] + 2).tolist(), rows["is_next"].tolist()
         for i, (begin, end) in enumerate(zip(starts, ends, strict=False)):
-            yield Sample(
-                ids[i, : lengths[i]], splits[i], is_next[i], positions[begin:end], replacements[begin:end]
-            )
+            yield Sample(ids[i, : lengths[i]], splits[i], is_next[i], positions[begin:end], replacements[begin:end])
 
 
 def lay_out(store: Store, pairs: NDArray[np.void], specials: SpecialIds) -> NDArray[np.int32]:

@@ -50,9 +50,7 @@ def make_settings(
         ("--samples-per-shard", samples_per_shard, 1, 2**31),
     ]
     problems = [
-        f"{name} {value}: wanted {low} to {high}"
-        for name, value, low, high in bounds
-        if not low <= value <= high
+        f"{name} {value}: wanted {low} to {high}" for name, value, low, high in bounds if not low <= value <= high
     ]
     if problems:
         raise DataError("; ".join(problems))

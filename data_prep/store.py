@@ -91,9 +91,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str) -> TokenizedChu
     counts = SourceCounts(len(ids), int(np.count_nonzero(ids == loaded.specials.unk)), cut)
     characters = sum(len(text) for _, text in chunk.paragraphs)
     seen = lengths > 0
-    return TokenizedChunk(
-        chunk.source, characters, ids, lengths[seen], np.array(documents, np.int64)[seen], counts
-    )
+    return TokenizedChunk(chunk.source, characters, ids, lengths[seen], np.array(documents, np.int64)[seen], counts)
 
 
 @cache

@@ -80,9 +80,7 @@ class Tokenizer:
         """Writes what `transformers` loads: vocab.txt, tokenizer.json and tokenizer_config.json."""
         published = Encoder.from_str(self.encoder.to_str())
         published.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
-        published.post_processor = processors.BertProcessing(
-            ("[SEP]", self.specials.sep), ("[CLS]", self.specials.cls)
-        )
+        published.post_processor = processors.BertProcessing(("[SEP]", self.specials.sep), ("[CLS]", self.specials.cls))
         published.decoder = decoders.WordPiece(CONTINUING)
         folder.mkdir(parents=True, exist_ok=True)
         contents = {

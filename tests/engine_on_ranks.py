@@ -1,6 +1,6 @@
 """Run by test_trainer_engine.py on each rank: steps of the engine over one global batch, cut as asked.
 
-    python tests/engine_on_ranks.py OUT ZERO_STAGE MICRO_BATCHES STEPS OPTIMIZER
+python tests/engine_on_ranks.py OUT ZERO_STAGE MICRO_BATCHES STEPS OPTIMIZER [DEVICE PRECISION [LOSS_SCALE]]
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def cut(step: int, rank: int, size: int, micro_batches: int) -> tuple[list[Micro
 
 def main() -> None:
     out, stage, micro_batches, steps, optimizer = sys.argv[1:6]
-    world = from_launcher("cpu")
+    device, precision, scale = (*sys.argv[6:], *("cpu", "fp32", "65536")[len(sys.argv) - 6 :])
+    world = from_launcher(device)
     join(world, 60)
-    config = EngineConfig(zero_stage=int(stage), precision="fp32")  # type: ignore[arg-type]
+    config = EngineConfig(int(stage), precision, float(scale))  # type: ignore[arg-type]
     engine = Engine(config, MODEL, OptimizerConfig(name=optimizer), world, seed=3)  # type: ignore[arg-type]
     norms, losses = [], []
     for step in range(int(steps)):
@@ -62,7 +63,7 @@ def main() -> None:
         losses.append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
         norms.append(float(result.gradient_norm))
     if world.is_main:
-        weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+        weights = {name: p.detach().float().cpu() for name, p in engine.model.named_parameters()}
         torch.save({"losses": losses, "norms": norms, "weights": weights}, out)
     leave(0)
 

@@ -24,9 +24,7 @@ def read(path: Path, where: tuple[str, str] | None = None) -> list[tuple[bool, s
     ("suffix", "compress"),
     [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)],
 )
-def test_both_formats_plain_and_compressed(
-    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
-) -> None:
+def test_both_formats_plain_and_compressed(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
     text, records = tmp_path / f"a.txt{suffix}", tmp_path / f"b.jsonl{suffix}"
     text.write_bytes(compress("\ufeff\r\nOne.\r\nTwo.\n\n\n \nThree é.".encode()))
     lines = [{"text": "One.\nTwo.\n\n\nThree é.", "split": "a"}, {"text": " \n"}, {"text": "No."}]

@@ -22,9 +22,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return steps(tmp_path_factory.mktemp("whole"), 1, 1, 1)
 
 
-def steps(folder: Path, size: int, stage: int, micro_batches: int, optimizer: str = "lamb") -> dict[str, object]:
+def steps(
+    folder: Path, size: int, stage: int, micro_batches: int, optimizer: str = "lamb", *rest: str
+) -> dict[str, object]:
+    """Losses, gradient norms and final weights of four steps; ``rest`` is device, precision and loss scale."""
     out = folder / "out.pt"
-    ranks.run(size, "tests/engine_on_ranks.py", str(out), str(stage), str(micro_batches), "4", optimizer)
+    ranks.run(size, "tests/engine_on_ranks.py", str(out), str(stage), str(micro_batches), "4", optimizer, *rest)
     loaded: dict[str, object] = torch.load(out, weights_only=True)
     return loaded
 

@@ -67,17 +67,17 @@ def paper(config: OptimizerConfig, weights: dict[str, np.ndarray], gradients: li
             if config.bias_correction:
                 m, v = m / (1 - config.beta1**t), v / (1 - config.beta2**t)
             update = m / (np.sqrt(v) + config.epsilon)
-            ratio = 1.0
+            ratio: float = 1.0
             if weights[name].ndim > 1:
                 update = update + config.weight_decay * weights[name]
                 if config.name == "lamb":
-                    ratio = np.linalg.norm(weights[name]) / np.linalg.norm(update)
+                    ratio = float(np.linalg.norm(weights[name]) / np.linalg.norm(update))
             weights[name] = weights[name] - RATE * ratio * update
 
 
 def cut(flat: torch.Tensor) -> dict[str, np.ndarray]:
     sizes = [shape.numel() for shape in shapes().values()]
-    parts = flat.detach().double()[: sum(sizes)].split(sizes)
+    parts = torch.split(flat.detach().double()[: sum(sizes)], sizes)
     return {name: part.view(shape).numpy() for (name, shape), part in zip(shapes().items(), parts, strict=True)}
 
 

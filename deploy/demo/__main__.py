@@ -1,0 +1,210 @@
+"""The whole line on a small corpus, for real: ``make demo``.
+
+Text → vocabulary → shards → two ranks under the ``deepspeed`` launcher → SIGKILL → resume → evaluation →
+Hugging Face export → pictures. Every stage is a command that a user would type, and is shown as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from trainer.report import Record, read_lines
+
+CORPUS = Path("deploy/demo/corpus")
+CONFIG = Path("deploy/configs/demo.yaml")
+ROOT = Path("runs/demo")
+RUN, SHARDS, VOCABULARY, EXPORT = ROOT / "run", ROOT / "shards", ROOT / "tokenizer", ROOT / "bert-demo"
+LENGTHS = {32: 10, 64: 5}  # sequence length of each phase: duplicates of the corpus, each with its own masks
+KILL_AFTER = 60  # steps past a checkpoint: all of them are trained again after the kill, and compared
+METRICS = "http://127.0.0.1:9464/metrics"
+SENTENCES = (
+    "Sherlock Holmes sat in his [MASK], and looked at the fire.",
+    "The people of the United [MASK] have the right to choose.",
+    "It was a dark night, and he could not [MASK] anything.",
+)
+
+
+def main() -> int:
+    """Run all stages in order; returns the exit code."""
+    started = time.monotonic()
+    if shutil.which("deepspeed") is None:
+        print("demo: error: no deepspeed launcher on the PATH: start the demo with `make demo`", file=sys.stderr)
+        return 2
+    shutil.rmtree(ROOT, ignore_errors=True)
+    ROOT.mkdir(parents=True)
+    prepare()
+    killed_at = train_until_killed()
+    resume()
+    compare(killed_at)
+    evaluate()
+    export()
+    section("Pictures")
+    command("python", "-m", "trainer.report", RUN)
+    section(f"Done in {time.monotonic() - started:.0f} s. Where everything is")
+    for path, text in {
+        VOCABULARY: "the WordPiece vocabulary, loadable by transformers",
+        SHARDS: "the WebDataset shards, each folder with its manifest",
+        RUN / "config.yaml": "the run's resolved configuration",
+        RUN / "metrics.jsonl": "every step's numbers",
+        RUN / "report.png": "the pictures",
+        RUN: "the checkpoints, step-…",
+        ROOT / "evaluation.json": "the held-out figures",
+        EXPORT: 'the trained model: transformers.BertForPreTraining.from_pretrained("' + str(EXPORT) + '")',
+        ROOT / "launcher.log": "what the launcher said",
+    }.items():
+        print(f"  {path!s:32} {text}")
+    return 0
+
+
+def prepare() -> None:
+    """Train the vocabulary, build train and held-out shards of both lengths, verify them."""
+    section("Vocabulary and shards")
+    command(
+        *("python", "-m", "data_prep", "vocab", "--input", CORPUS, "--where", "split=train"),
+        *("--out", VOCABULARY, "--size", "2048"),
+    )
+    for length, duplicates in LENGTHS.items():
+        for split, copies in (("train", duplicates), ("heldout", 1)):
+            command(
+                *("python", "-m", "data_prep", "build", "--input", CORPUS, "--where", f"split={split}"),
+                *("--tokenizer", VOCABULARY, "--out", SHARDS / f"{split}-{length}"),
+                *("--sequence-length", str(length), "--duplicates", str(copies)),
+            )
+    command("python", "-m", "data_prep", "verify", "--full", *sorted(SHARDS.iterdir()))
+
+
+def train_until_killed() -> int:
+    """Train until KILL_AFTER steps past the second checkpoint, then SIGKILL launcher and ranks.
+
+    Returns the last step whose numbers reached the disk.
+    """
+    section("Training")
+    process = launch()
+    scraped = False
+    try:
+        while process.poll() is None:
+            time.sleep(0.2)
+            lines = read_lines(RUN / "metrics.jsonl") if (RUN / "metrics.jsonl").exists() else []
+            saved = [line["step"] for line in lines if line["event"] == "checkpoint"]
+            steps = [line["step"] for line in lines if line["event"] == "step"]
+            if steps and not scraped:
+                scraped = True
+                print(f"demo: {METRICS} answers: {scrape('lambert_step')}", flush=True)
+            if len(saved) > 1 and steps[-1] >= saved[-1] + KILL_AFTER:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                print(f"demo: killed launcher and ranks with SIGKILL after step {steps[-1]}", flush=True)
+                return int(steps[-1])
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    raise SystemExit("demo: error: the run ended before it could be killed; see the lines above")
+
+
+def resume() -> None:
+    """Start the same command again and let it end by itself."""
+    section("Resuming with the same command")
+    if launch().wait() != 0:
+        raise SystemExit("demo: error: the resumed run failed; see the lines above")
+
+
+def compare(killed_at: int) -> None:
+    """Show that the steps trained twice, before the kill and after the resume, are the same."""
+    section("Killed and resumed equals never killed")
+    steps = [line for line in read_lines(RUN / "metrics.jsonl") if line["event"] == "step"]
+    before = {line["step"]: line for line in steps if line["restarts"] == 0}
+    after = {line["step"]: line for line in steps if line["restarts"] == 1}
+    both = sorted(before.keys() & after.keys())
+    print(f"  {'step':>6}  {'loss, never killed':>20}  {'loss, resumed':>20}")
+    for step in (both[0], both[len(both) // 2], both[-1]):
+        print(f"  {step:>6}  {before[step]['loss']:>20.15f}  {after[step]['loss']:>20.15f}")
+    names = ("loss", "mlm_loss", "nsp_loss", "gradient_norm", "position")
+    same = [step for step in both if all(before[step][name] == after[step][name] for name in names)]
+    print(
+        f"  {len(same)} of {len(both)} steps, the last {killed_at}: loss, gradient norm and data position bit for bit"
+    )
+    if len(same) < len(both):
+        raise SystemExit("demo: error: the resumed run is not the run that was killed")
+
+
+def evaluate() -> None:
+    """Held-out figures, and whether the model has learnt from context."""
+    section("Held-out evaluation")
+    shards = ("--heldout", SHARDS / "heldout-64", "--train", SHARDS / "train-64")
+    out = command("python", "-m", "trainer.evaluate", "--checkpoint", RUN, *shards, quiet=True)
+    (ROOT / "evaluation.json").write_text(out, encoding="utf-8")
+    figures: Record = json.loads(out)
+    print(f"  NSP   accuracy {figures['nsp_accuracy']:.1%}, loss {figures['nsp_loss']:.3f}")
+    print(f"  MLM   accuracy {figures['mlm_accuracy']:.1%}, loss {figures['mlm_loss']:.3f} nats over all targets")
+    print("  where [MASK] stands, and only context can tell:")
+    print(f"        {figures['mask_loss']:.3f} nats  the model")
+    print(f"        {figures['mask_unigram_entropy']:.3f} nats  word frequencies alone")
+    print(f"        {figures['mask_loss_shuffled']:.3f} nats  the model, other tokens shuffled")
+
+
+def export() -> None:
+    """Write the Hugging Face folder, prove it, and fill masks with it."""
+    section("Hugging Face export")
+    command("python", "-m", "trainer.export", "--checkpoint", RUN, "--out", EXPORT, "--check")
+    command("python", "-m", "trainer.fill_mask", "--model", EXPORT, *SENTENCES)
+
+
+def launch() -> subprocess.Popen[bytes]:
+    """Start the run under DeepSpeed's launcher, in a process group of its own.
+
+    Lambert's own lines are shown; all lines go to launcher.log.
+    """
+    ranks = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+    arguments = ["deepspeed", "--num_accelerators", str(ranks), "--module", "trainer", "--config", str(CONFIG)]
+    print(f"$ {' '.join(arguments)}", flush=True)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    assert process.stdout is not None
+    threading.Thread(target=show, args=(process.stdout,), daemon=True).start()
+    return process
+
+
+def show(stream: IO[bytes]) -> None:
+    """Print the lines of Lambert among the launcher's, and keep all of them."""
+    with (ROOT / "launcher.log").open("ab") as log:
+        for line in stream:
+            log.write(line)
+            log.flush()
+            if line.startswith((b"lambert:", b"trainer:")):
+                print(line.decode(errors="replace"), end="", flush=True)
+
+
+def scrape(name: str) -> str:
+    """One series of the running trainer, as Prometheus would read it."""
+    with urllib.request.urlopen(METRICS, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next((line for line in lines if line.startswith(f"{name} ")), f"no {name}")
+
+
+def section(title: str) -> None:
+    print(f"\n== {title}", flush=True)
+
+
+def command(*arguments: object, quiet: bool = False) -> str:
+    """Show a command, run it, end the demo if it fails; returns its standard output when ``quiet``."""
+    texts = [str(argument) for argument in arguments]
+    print("$ " + " ".join(f'"{t}"' if " " in t else t for t in texts), flush=True)
+    done = subprocess.run(texts, stdout=subprocess.PIPE if quiet else None, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"demo: error: {texts[2]} ended with code {done.returncode}; see the line above")
+    return done.stdout.decode() if quiet else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
