@@ -16,7 +16,7 @@ from trainer.report import draw, main, read_history, smooth
 def step(number: int, restarts: int = 0, loss: float | None = 5.0, **more: Any) -> dict[str, Any]:
     """A step's line as trainer/metrics.py writes it."""
     return {
-        **{"event": "step", "step": number, "restarts": restarts, "samples": 8 * number, "applied": True},
+        **{"event": "step", "step": number, "phase": 0, "restarts": restarts, "samples": 8 * number, "applied": True},
         **{"tokens": 300, "seconds": 0.5, "mlm_loss": loss, "nsp_loss": 0.7, "mlm_accuracy": 0.1, "nsp_accuracy": 0.5},
         **{"learning_rate": 1e-3, "gradient_norm": 2.0, "trust_min": 0.1, "trust_mean": 1.0, "trust_max": 4.0},
         **more,
@@ -70,7 +70,7 @@ def test_it_draws_a_picture_and_sums_up(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "report.png")
     data = (folder / "report.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (1500, 800)
+    assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (1900, 800)
 
 
 def test_a_diverged_run_is_drawn_too(tmp_path: Path) -> None:

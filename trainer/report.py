@@ -1,7 +1,7 @@
 """A run in pictures: ``python -m trainer.report RUN_FOLDER`` draws its metrics.jsonl.
 
 Writes ``report.png`` into the run's folder: losses, accuracies, learning rate, gradient norm, trust
-ratios and throughput against the step, with held-out figures and restarts marked.
+ratios and throughput against the step; held-out figures are dots, restarts dotted lines, later phases shaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,13 @@ def read_lines(path: Path) -> list[Record]:
 
 def draw(history: History, title: str, path: Path) -> None:
     """Draw all panels into one picture."""
-    figure, panels = pyplot.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
+    figure, panels = pyplot.subplots(2, 4, figsize=(19, 8), constrained_layout=True)
     figure.suptitle(title)
     curves: list[tuple[str, str, list[tuple[str, str]]]] = [
-        ("loss", "nats", [("mlm_loss", "MLM"), ("nsp_loss", "NSP")]),
-        ("accuracy", "share of right predictions", [("mlm_accuracy", "MLM"), ("nsp_accuracy", "NSP")]),
+        ("MLM loss", "nats", [("mlm_loss", "training")]),
+        ("NSP loss", "nats", [("nsp_loss", "training")]),
+        ("MLM accuracy", "share of right predictions", [("mlm_accuracy", "training")]),
+        ("NSP accuracy", "share of right predictions", [("nsp_accuracy", "training")]),
         ("learning rate", "", [("learning_rate", "")]),
         ("gradient norm", "before clipping", [("gradient_norm", "")]),
         ("trust ratio of LAMB", "", [("trust_min", "least"), ("trust_mean", "mean"), ("trust_max", "greatest")]),
@@ -91,15 +94,16 @@ def _panel(panel: Axes, history: History, name: str, unit: str, keys: list[tuple
             continue
         x, y = zip(*points, strict=True)
         color = f"C{number}"
-        noisy = key not in ("learning_rate",)
-        panel.plot(x, y, color=color, alpha=0.25 if noisy else 1.0, linewidth=0.8, label=None if noisy else label)
-        if noisy:
-            panel.plot(x, smooth(list(y)), color=color, linewidth=1.6, label=label or None)
+        panel.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
+        panel.plot(x, y if key == "learning_rate" else smooth(list(y)), color=color, linewidth=1.6, label=label or None)
         marks = [(r["step"], r[key]) for r in history.heldout if key in r]
         if marks:
-            panel.plot(*zip(*marks, strict=True), "o", color=color, markeredgecolor="black", label=f"{label} held out")
+            panel.plot(*zip(*marks, strict=True), "o", color=color, markeredgecolor="black", label="held out")
     for step in history.restarts:
         panel.axvline(step, color="black", linestyle=":", linewidth=1)
+    for before, after in pairwise(history.steps):
+        if before["phase"] != after["phase"]:
+            panel.axvspan(after["step"], history.steps[-1]["step"], color="black", alpha=0.06, linewidth=0)
     panel.set_title(name)
     panel.set_xlabel("step")
     panel.set_ylabel(unit)
@@ -133,7 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"trainer.report: error: {error}", file=sys.stderr)
         return 2
     last = history.steps[-1]
-    title = f"{folder.name}: {last['step']} steps, {last['samples']:,} sequences, {len(history.restarts)} restarts"
+    restarts = f"{len(history.restarts)} restart{'' if len(history.restarts) == 1 else 's'}"
+    title = f"{folder}: {last['step']:,} steps, {last['samples']:,} sequences, {restarts}"
     draw(history, title, folder / "report.png")
     print(f"{folder / 'report.png'}")
     return 0
