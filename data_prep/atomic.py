@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,29 +16,22 @@ TEMPORARY = ".tmp"
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A binary file that is renamed to ``path`` at the end of the ``with`` block, or removed on an error.
 
-    The temporary name holds the process id: a worker that outlives a killed run can't spoil the next one's.
+    No two writers share a temporary name: a process that outlives a killed run can't spoil the next one's.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
             yield file
-            sync(file)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which
+        raise
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync(file: IO[bytes]) -> None:
-    """Puts the file's content on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder)  # the name itself
     finally:
-        os.close(descriptor)
+        os.close(folder)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -41,19 +41,18 @@ from data_prep.manifest import (
     load_manifest,
     save_manifest,
 )
-from data_prep.masking import make_vocabulary
+from data_prep.masking import make_samples, make_vocabulary
 from data_prep.pairs import PAIR, Block, cut_blocks, plan_pairs
-from data_prep.progress import Progress
-from data_prep.samples import make_samples
 from data_prep.settings import Settings
 from data_prep.shards import PREFIX, shard_name, tar_path, write_shard
-from data_prep.store import Store, id_dtype, open_store, read_source_counts, tokenize_chunk, write_store
+from data_prep.store import COUNTS, Store, id_dtype, open_store, tokenize_chunk, write_store
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import measure_shard, verify
-from data_prep.workers import Workers, start_workers
+from data_prep.workers import Workers, show_progress, start_workers
 
 WORK = ".work"  # below the output folder, removed at the end
 FINGERPRINT = "fingerprint"
+ANOTHER = "another build, of other text or settings; choose another --out or remove it"
 ORDER = 0x6F726465  # "orde": the stream of draws that shuffles the plan
 
 
@@ -101,7 +100,11 @@ def build(inputs: list[Path], tokenizer: Path, out: Path, settings: Settings, pr
     """
     loaded = load_tokenizer(tokenizer)
     make_vocabulary(loaded.vocab_size, loaded.specials)  # refuses one that is too small
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, parse_where(settings.where))
+    for folder in (tokenizer.resolve(), out.resolve()):
+        inside = [source.path for source in sources if folder in source.path.resolve().parents]
+        if inside:
+            raise DataError(f"input {inside[0]} lies in {folder}, which this build reads or writes; move one of them")
     hashes = [file_sha256(source.path) for source in sources]
     job = Job(out, settings, TokenizerRecord(loaded.vocab_size, loaded.sha256(), loaded.specials))
     fingerprint = _fingerprint(job, [source.name for source in sources], hashes)
@@ -148,10 +151,10 @@ def make_shard(number: int, job: Job) -> tuple[ShardRecord, NDArray[np.int64]]:
     size = job.settings.samples_per_shard
     numbers = np.arange(number * size, min((number + 1) * size, len(plan)))
     pairs = plan[shuffled(numbers, len(plan), job.settings.seed, ORDER)]
-    vocabulary = make_vocabulary(job.tokenizer.vocab_size, job.tokenizer.specials)
-    samples = make_samples(job.open_store(), pairs, number * size, job.tokenizer.specials, vocabulary, job.settings)
-    write_shard(job.out, name, number * size, samples, id_dtype(job.tokenizer.vocab_size))
-    return measure_shard(job.out, name, job.tokenizer.vocab_size)
+    vocab_size, specials = job.tokenizer.vocab_size, job.tokenizer.specials
+    samples = make_samples(job.open_store(), pairs, number * size, vocab_size, specials, job.settings)
+    write_shard(job.out, name, number * size, samples, id_dtype(vocab_size))
+    return measure_shard(job.out, name, vocab_size)
 
 
 def plan_block(block: Block, job: Job) -> bytes:
@@ -160,37 +163,37 @@ def plan_block(block: Block, job: Job) -> bytes:
 
 
 def _tokenize(job: Job, sources: list[Source], hashes: list[str], workers: Workers) -> CorpusRecord:
-    if not job.store.exists():
-        progress = Progress("tokenized", "MB of text", 1e-6)
+    if not (job.store / COUNTS).exists():
         work = partial(tokenize_chunk, tokenizer=job.tokenizer_folder, language=job.settings.language)
         chunks = workers.map(work, read_chunks(sources, parse_where(job.settings.where)))
-        write_store(job.store, progress.watch(chunks, lambda chunk: chunk.characters), len(sources))
-    counts = read_source_counts(job.store)
-    if not sum(count.tokens for count in counts):
+        shown = show_progress(chunks, "tokenized", "characters", lambda chunk: chunk.characters)
+        write_store(job.store, shown, len(sources))
+    counts = np.load(job.store / COUNTS, allow_pickle=False)
+    if not counts[:, 0].any():
         which = f" in records with {job.settings.where}" if job.settings.where else ""
-        raise DataError(f"no text found{which} in {len(sources)} files, the first {sources[0].path}")
+        more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+        raise DataError(f"no text found{which} in {sources[0].path}{more}")
     store = job.open_store()
-    files = tuple(
-        SourceRecord(source.name, source.path.stat().st_size, sha256, **asdict(count))
-        for source, sha256, count in zip(sources, hashes, counts, strict=True)
-    )
     documents, sentences = len(store.documents) - 1, len(store.sentences) - 1
     if documents == 1:
         raise DataError(
-            f"one document only ({sentences} sentences): no other to draw a 'not next' sentence from; put a "
+            f"one document only (sentences: {sentences}): no other to draw a 'not next' sentence from; put a "
             "blank line between the documents of a .txt, or one document on each line of a .jsonl"
         )
+    files = tuple(
+        SourceRecord(source.name, source.path.stat().st_size, sha256, *row)
+        for source, sha256, row in zip(sources, hashes, counts.tolist(), strict=True)
+    )
     return CorpusRecord(files, documents, store.lone_sentences(), sentences, len(store.ids))
 
 
 def _plan(job: Job, workers: Workers) -> None:
     if job.plan.exists():
         return
-    progress = Progress("planned", "thousand pairs", 1e-3)
     store = job.open_store()
     blocks = workers.map(partial(plan_block, job=job), cut_blocks(store, job.settings.duplicates))
     with replacing(job.plan) as file:
-        for pairs in progress.watch(blocks, lambda pairs: len(pairs) // PAIR.itemsize):
+        for pairs in show_progress(blocks, "planned", "pairs", lambda pairs: len(pairs) // PAIR.itemsize):
             file.write(pairs)
         if not file.tell():
             raise DataError(
@@ -201,14 +204,13 @@ def _plan(job: Job, workers: Workers) -> None:
 
 def _make_shards(job: Job, workers: Workers) -> tuple[tuple[ShardRecord, ...], NDArray[np.int64]]:
     count = -(-len(job.open_plan()) // job.settings.samples_per_shard)
-    progress = Progress("wrote", "thousand samples", 1e-3)
     made = workers.map(partial(make_shard, job=job), range(count))
     token_counts = np.zeros(job.tokenizer.vocab_size, np.int64)
     records = []
-    for record, counts in progress.watch(made, lambda made: made[0].samples):
+    for record, counts in show_progress(made, "wrote", "samples", lambda made: made[0].samples):
         records.append(record)
         token_counts += counts
-    token_counts[list(asdict(job.tokenizer.specials).values())] = 0
+    token_counts[list(astuple(job.tokenizer.specials))] = 0
     return tuple(records), token_counts
 
 
@@ -222,7 +224,7 @@ def _is_complete(out: Path, fingerprint: str) -> bool:
     if not (out / MANIFEST).exists():
         return False
     if load_manifest(out).fingerprint != fingerprint:
-        raise DataError(f"{out} holds the shards of another build; choose another --out or remove it")
+        raise DataError(f"{out} holds {ANOTHER}")
     problems = verify(out)
     if problems:
         raise DataError(f"{out} was built but is damaged: {problems[0]}; remove it and build again")
@@ -234,40 +236,31 @@ def _claim(out: Path, fingerprint: str) -> None:
     """Takes an empty folder, or goes on in one where the same build was begun."""
     mark = out / WORK / FINGERPRINT
     if mark.exists() and mark.read_text() == fingerprint:
-        for path in _leftovers(out):
+        for path in out.rglob(f"*{TEMPORARY}"):
             path.unlink(missing_ok=True)
         return
-    _release(out)
-    out.mkdir(parents=True, exist_ok=True)
-    found = sorted(path.name for path in out.iterdir() if path.name != WORK)
+    found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
+    if mark.exists() or any(name.startswith(PREFIX) for name in found):
+        raise DataError(f"{out} holds {ANOTHER}")
     if found:
-        what = "the shards of another build" if found[0].startswith(PREFIX) else f"other files ({found[0]})"
-        raise DataError(f"{out} holds {what}; choose another --out or remove it")
-    mark.parent.mkdir(exist_ok=True)
+        raise DataError(f"{out} holds other files ({found[0]}); choose another --out or remove it")
+    shutil.rmtree(out / WORK, ignore_errors=True)  # without its mark, nobody knows what it was made from
+    mark.parent.mkdir(parents=True)
     with replacing(mark) as file:
         file.write(fingerprint.encode())
 
 
 def _release(out: Path) -> None:
     """Removes what a build that has no shard yet left behind."""
-    if (out / WORK).exists() and not list(out.glob(PREFIX + "*")):
+    if not list(out.glob(PREFIX + "*")):
         shutil.rmtree(out / WORK)
-        if not any(out.iterdir()):
+        with suppress(OSError):  # not empty, or a mount point
             out.rmdir()
 
 
-def _leftovers(out: Path) -> Iterator[Path]:
-    yield from out.glob(f"*{TEMPORARY}")
-    yield from (out / WORK).glob(f"*{TEMPORARY}")
-
-
 def _total(shards: tuple[ShardRecord, ...]) -> Counts:
-    return Counts(
-        samples=sum(shard.samples for shard in shards),
-        tokens=sum(shard.tokens for shard in shards),
-        masked=sum(shard.masked for shard in shards),
-        is_next=sum(shard.is_next for shard in shards),
-    )
+    names = [field.name for field in fields(Counts)]
+    return Counts(**{name: sum(getattr(shard, name) for shard in shards) for name in names})
 
 
 def _save_token_counts(out: Path, counts: NDArray[np.int64]) -> TokenCounts:

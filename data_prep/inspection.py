@@ -20,12 +20,13 @@ def describe(manifest: Manifest) -> Iterator[str]:
     counts, corpus, settings = manifest.counts, manifest.corpus, manifest.settings
     unknown, cut = sum(file.unknown for file in corpus.files), sum(file.cut for file in corpus.files)
     yield (
-        f"corpus: {len(corpus.files):,} files, {corpus.documents:,} documents ({corpus.lone_sentences:,} of "
-        f"one sentence), {corpus.sentences:,} sentences ({cut:,} cuts in long ones), "
-        f"{corpus.tokens:,} tokens ({unknown / corpus.tokens:.2%} unknown)"
+        f"corpus: {_amount(len(corpus.files), 'file')}, {_amount(corpus.documents, 'document')} "
+        f"({corpus.lone_sentences:,} of one sentence), {_amount(corpus.sentences, 'sentence')} "
+        f"({_amount(cut, 'cut')} in long ones), {_amount(corpus.tokens, 'token')} "
+        f"({unknown / corpus.tokens:.2%} unknown)"
     )
     yield (
-        f"samples: {counts.samples:,} in {len(manifest.shards):,} shards, {counts.tokens:,} tokens, "
+        f"samples: {counts.samples:,} in {_amount(len(manifest.shards), 'shard')}, {counts.tokens:,} tokens, "
         f"mean length {counts.tokens / counts.samples:.1f} of {settings.sequence_length}"
     )
     yield (
@@ -36,12 +37,17 @@ def describe(manifest: Manifest) -> Iterator[str]:
 
 def warnings(manifest: Manifest) -> Iterator[str]:
     """What looks wrong with a data set that is whole, a line each."""
-    for file in manifest.corpus.files:
-        if file.unknown > UNKNOWN_LIMIT * file.tokens:
-            yield f"{file.name}: {file.unknown / file.tokens:.1%} of its tokens are unknown to the tokenizer"
+    strange = [file for file in manifest.corpus.files if file.unknown > UNKNOWN_LIMIT * file.tokens]
+    if strange:
+        worst = max(strange, key=lambda file: file.unknown / file.tokens)
+        yield (
+            f"{_amount(len(strange), 'file')} with more than {UNKNOWN_LIMIT:.0%} of tokens unknown to the tokenizer, "
+            f"most in {worst.name}: {worst.unknown / worst.tokens:.1%}; learn a vocabulary from this text"
+        )
     true = manifest.counts.is_next / manifest.counts.samples
     if not TRUE_PAIRS[0] <= true <= TRUE_PAIRS[1]:
-        yield f"{true:.0%} of {manifest.counts.samples} pairs are true, wanted 50 %; a larger corpus helps"
+        pairs = _amount(manifest.counts.samples, "pair")
+        yield f"{true:.0%} of {pairs} true, wanted about 50%; a larger corpus or more --duplicates helps"
 
 
 def show_samples(folder: Path, count: int) -> Iterator[str]:
@@ -50,11 +56,9 @@ def show_samples(folder: Path, count: int) -> Iterator[str]:
     pieces = load_tokenizer(folder / TOKENIZER_FOLDER).pieces
     number = 0
     for shard in manifest.shards:
-        index = read_index(index_path(folder, shard.name))
+        index = read_index(index_path(folder, shard.name))[: max(0, count - number)]
         with tar_path(folder, shard.name).open("rb") as tar:
             for offset, size in index[:, [Column.OFFSET, Column.BYTES]].tolist():
-                if number == count:
-                    return
                 tar.seek(offset)
                 yield f"{number}: {_show(decode_sample(tar.read(size)), pieces)}"
                 number += 1
@@ -66,3 +70,7 @@ def _show(sample: Sample, pieces: list[str]) -> str:
         words[position] = f"{{{words[position]}>{pieces[replacement]}}}"
     text = " ".join(words).replace(" ##", "")
     return f"{'is next' if sample.is_next else 'not next'}, {len(sample.ids)} tokens: {text}"
+
+
+def _amount(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -103,8 +103,10 @@ def load_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
-    except OSError:
-        raise DataError(f"{folder} holds no {MANIFEST}: not a data set, or its build has not ended") from None
+    except OSError as error:
+        raise DataError(
+            f"{folder} holds no {MANIFEST} ({error.strerror}): not a data set, or its build has not ended"
+        ) from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error})") from None
     found = (content.get("format"), content.get("version")) if isinstance(content, dict) else None

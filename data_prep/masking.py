@@ -1,4 +1,4 @@
-"""Masked positions and what stands there, after Devlin et al., "BERT" (2019), section 3.1.
+"""Planned pairs to masked samples, after Devlin et al., "BERT" (2019), section 3.1.
 
 A share of the ordinary tokens is to be predicted; of these 80 % become [MASK], 10 % a random ordinary token
 and 10 % stay. Control tokens, padding and [UNK] are never predicted and never a replacement. Every draw is
@@ -7,6 +7,7 @@ keyed by (seed, sample number, position), so a mask does not depend on the shard
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -14,11 +15,16 @@ from numpy.typing import NDArray
 
 from data_prep.draws import bits, uniform
 from data_prep.errors import DataError
+from data_prep.pairs import SPECIALS_IN_PAIR
+from data_prep.settings import Settings
+from data_prep.shards import Sample
+from data_prep.store import Store
 from data_prep.tokenizer import SpecialIds
 
 CHOICE, KIND, RANDOM = 0x6D61736B, 0x6B696E64, 0x72616E64  # streams of draws: "mask", "kind", "rand"
 TO_MASK, TO_RANDOM = 0.8, 0.1  # the rest stays
 POSITION_BITS = np.uint64(0xFFFF)  # of a draw
+TOKENS_AT_ONCE = 1 << 17  # of the samples made together
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,26 @@ def make_vocabulary(vocab_size: int, specials: SpecialIds) -> Vocabulary:
     return Vocabulary(specials.mask, is_ordinary, ordinary)
 
 
-def largest_count(sequence_length: int, share: float) -> int:
-    """Masked positions of a full sequence of ``sequence_length``, of which 3 are control tokens."""
-    return max(1, int(np.rint(share * (sequence_length - 3))))
+def make_samples(
+    store: Store, pairs: NDArray[np.void], first: int, vocab_size: int, specials: SpecialIds, settings: Settings
+) -> Iterator[Sample]:
+    """The samples numbered ``first``, ``first + 1``, ... of ``pairs``, PAIR[samples]."""
+    vocabulary = make_vocabulary(vocab_size, specials)
+    step = max(1, TOKENS_AT_ONCE // settings.sequence_length)
+    for start in range(0, len(pairs), step):
+        rows = pairs[start : start + step]
+        numbers = first + start + np.arange(len(rows))
+        ids = _lay_out(store, rows, specials)  # (B, S)
+        chosen = choose_positions(ids, numbers, vocabulary, settings.seed, settings.masked_share)  # (B, S)
+        row, position = np.nonzero(chosen)  # (P,), (P,): row by row, ascending
+        replacements = replace(ids[chosen], numbers[row], position, vocabulary, settings.seed)  # (P,)
+        positions = position.astype(np.int32)
+        lengths = (rows["a_length"] + rows["b_length"] + SPECIALS_IN_PAIR).tolist()
+        splits, is_next = (rows["a_length"] + 2).tolist(), rows["is_next"].tolist()
+        begin = 0
+        for i, end in enumerate(np.cumsum(chosen.sum(axis=1)).tolist()):
+            yield Sample(ids[i, : lengths[i]], splits[i], is_next[i], positions[begin:end], replacements[begin:end])
+            begin = end
 
 
 def choose_positions(
@@ -84,3 +107,17 @@ def replace(
     random = vocabulary.ordinary[pick.astype(np.int64)]
     changed = np.where(kind < TO_MASK, np.int32(vocabulary.mask), random)
     return np.where(kind < TO_MASK + TO_RANDOM, changed, labels)
+
+
+def _lay_out(store: Store, pairs: NDArray[np.void], specials: SpecialIds) -> NDArray[np.int32]:
+    """[CLS] A [SEP] B [SEP] of each pair, int32[B, S], padded with [PAD] to the longest."""
+    a_length, b_length = pairs["a_length"][:, None], pairs["b_length"][:, None]  # (B, 1)
+    column = np.arange(int((a_length + b_length).max()) + SPECIALS_IN_PAIR)  # (S,)
+    last = a_length + b_length + 2
+    ids = np.full((len(pairs), len(column)), specials.pad, np.int32)
+    ids[:, 0] = specials.cls
+    ids[(column == a_length + 1) | (column == last)] = specials.sep
+    # A boolean index goes row by row, as `gather` does.
+    ids[(column >= 1) & (column <= a_length)] = store.gather(pairs["a_start"], pairs["a_length"])
+    ids[(column >= a_length + 2) & (column < last)] = store.gather(pairs["b_start"], pairs["b_length"])
+    return ids

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.draws import uniform
-from data_prep.ragged import gather
 from data_prep.settings import Settings
 from data_prep.store import Store
 
@@ -62,18 +61,14 @@ def plan_pairs(store: Store, block: Block, settings: Settings, unknown: int) -> 
 
     A pair in which every token is ``unknown`` has nothing to predict and is left out.
     """
-    cuts: list[tuple[int, ...]] = []
-    draws: list[list[float]] = []
-    for document in range(block.first, block.last):
-        more_cuts, more_draws = _cut_document(store, block.duplicate, document, settings)
-        cuts += more_cuts
-        draws += more_draws
-    if not cuts:
+    documents = range(block.first, block.last)
+    planned = [pair for number in documents for pair in _cut_document(store, block.duplicate, number, settings)]
+    if not planned:
         return np.empty(0, PAIR)
-    pairs = _place(store, np.array(cuts, np.int64), np.array(draws))
+    pairs = _place(store, np.array([cut for cut, _ in planned]), np.array([draws for _, draws in planned]))
     starts = np.stack([pairs["a_start"], pairs["b_start"]], axis=1).ravel()
     lengths = np.stack([pairs["a_length"], pairs["b_length"]], axis=1).ravel().astype(np.int64)
-    known = gather(store.ids, starts, lengths) != unknown
+    known = store.gather(starts, lengths) != unknown
     first_of_pair = (np.cumsum(lengths) - lengths)[::2]
     kept: NDArray[np.void] = pairs[np.add.reduceat(known, first_of_pair, dtype=np.int64) > 0]
     return kept
@@ -81,27 +76,24 @@ def plan_pairs(store: Store, block: Block, settings: Settings, unknown: int) -> 
 
 def _cut_document(
     store: Store, duplicate: int, document: int, settings: Settings
-) -> tuple[list[tuple[int, ...]], list[list[float]]]:
+) -> Iterator[tuple[tuple[int, ...], list[float]]]:
     """(document, first sentence of A, of B, of what follows, target length) and the draws of each pair."""
     start, end = (int(sentence) for sentence in store.documents[document : document + 2])
     offsets = store.sentences[start : end + 1].tolist()
     longest = settings.sequence_length - SPECIALS_IN_PAIR
-    cuts: list[tuple[int, ...]] = []
-    draws: list[list[float]] = []
-    first, count = 0, end - start
-    while count - first >= 2:
-        if len(cuts) == len(draws):
-            numbers = len(cuts) + np.arange(min(DRAWN_AT_ONCE, count - first - 1))
-            key = (settings.seed, STREAM, duplicate, document)
-            draws += uniform(*key, numbers[:, None], np.arange(DRAWS)).tolist()
-        draw = draws[len(cuts)]
+    first, last_first, number = 0, end - start - 2, 0
+    while first <= last_first:
+        if number % DRAWN_AT_ONCE == 0:
+            numbers = number + np.arange(min(DRAWN_AT_ONCE, last_first - first + 1))
+            draws = uniform(settings.seed, STREAM, duplicate, document, numbers[:, None], np.arange(DRAWS)).tolist()
+        draw = draws[number % DRAWN_AT_ONCE]
         short = draw[SHORT] < settings.short_sequence_rate
         target = 2 + int(draw[TARGET] * (longest - 1)) if short else longest
-        last = min(max(bisect_left(offsets, offsets[first] + target), first + 2), count)
+        last = min(max(bisect_left(offsets, offsets[first] + target), first + 2), end - start)
         middle = first + 1 + int(draw[SPLIT] * (last - first - 1))
-        cuts.append((document, start + first, start + middle, start + last, target))
+        yield (document, start + first, start + middle, start + last, target), draw
         first = last if draw[NEXT] < 0.5 else middle
-    return cuts, draws[: len(cuts)]
+        number += 1
 
 
 def _place(store: Store, cuts: NDArray[np.int64], draws: NDArray[np.float64]) -> NDArray[np.void]:

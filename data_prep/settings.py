@@ -7,7 +7,6 @@ from importlib.metadata import version
 
 from data_prep.corpus import parse_where
 from data_prep.errors import DataError
-from data_prep.masking import largest_count
 
 SHORTEST_SEQUENCE = 5  # [CLS] a [SEP] b [SEP]
 LONGEST_SEQUENCE = 65_535  # a length is written as 16 bits
@@ -47,7 +46,7 @@ def make_settings(
         ("--duplicates", duplicates, 1, 1000),
         ("--masked-share", masked_share, 0.001, 1),
         ("--short-sequence-rate", short_sequence_rate, 0, 1),
-        ("--samples-per-shard", samples_per_shard, 1, 2**31),
+        ("--samples-per-shard", samples_per_shard, 1, 2**20),  # a shard is proved in one piece
     ]
     problems = [
         f"{name} {value}: wanted {low} to {high}" for name, value, low, high in bounds if not low <= value <= high
@@ -68,3 +67,8 @@ def make_settings(
         tokenizers=version("tokenizers"),
         sentencex=version("sentencex"),
     )
+
+
+def largest_count(sequence_length: int, share: float) -> int:
+    """Masked positions of a full sequence of ``sequence_length``, of which 3 are control tokens."""
+    return max(1, round(share * (sequence_length - 3)))

@@ -28,7 +28,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
-from data_prep.ragged import gather
 
 PREFIX = "shard-"
 BLOCK = 512  # of a tar: a header is one, data are padded to a multiple
@@ -54,9 +53,6 @@ class Column(IntEnum):
     TOKENS = 2
     MASKED = 3
     CRC32 = 4
-
-
-PROOF = [Column.OFFSET, Column.BYTES, Column.CRC32]
 
 
 @dataclass(frozen=True)
@@ -138,29 +134,28 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     """
     index = read_index(index_path(folder, name))
     path = tar_path(folder, name)
-    offset, size, tokens, masked, crc = index.T
-    room = size + BLOCK + -size % BLOCK  # (samples,) of each member with its header
+    offset, size, tokens, masked, _ = index.T
+    room = BLOCK + size + -size % BLOCK  # (samples,) of each member with its header
     if not np.array_equal(offset, np.cumsum(room) - room + BLOCK):
         raise DataError(f"{path}: its index does not describe a shard")
     try:
-        data = path.read_bytes()
+        data = memoryview(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     if len(data) != room.sum() + ARCHIVE_END:
         raise DataError(f"{path}: {len(data)} bytes, its index describes {room.sum() + ARCHIVE_END}")
-    view = memoryview(data)
-    for row, (start, length, expected) in enumerate(zip(*index[:, PROOF].T.tolist(), strict=True)):
-        if zlib.crc32(view[start : start + length]) != expected:
+    for row, (start, length, _, _, crc) in enumerate(index.tolist()):
+        if zlib.crc32(data[start : start + length]) != crc:
             raise DataError(f"{path}: sample {row} is damaged")
-    dtype = _dtype_of(data[BLOCK : BLOCK + HEADER])
-    numbers = np.frombuffer(data, dtype)
-    start = (offset + HEADER) // dtype.itemsize
-    n, split, is_next, m = numbers[start[:, None] + np.arange(NUMBERS)].astype(np.int64).T
-    fits = (n == tokens) & (m == masked) & (size == HEADER + (NUMBERS + n + 2 * m) * dtype.itemsize)
+    numbers = np.frombuffer(data, _dtype_of(data[BLOCK : BLOCK + HEADER]))
+    first = (offset + HEADER) // numbers.itemsize  # (samples,) of each sample's numbers
+    n, split, is_next, m = numbers[first[:, None] + np.arange(NUMBERS)].astype(np.int64).T
+    fits = (n == tokens) & (m == masked) & (size == HEADER + (NUMBERS + n + 2 * m) * numbers.itemsize)
     wrong = np.flatnonzero(~fits | (split < 1) | (split >= n) | (is_next > 1))
     if len(wrong):
         raise DataError(f"{path}: sample {wrong[0]} is not the one in the index")
-    return index, is_next, gather(numbers, start + NUMBERS, n)
+    begins, ends = (first + NUMBERS).tolist(), (first + NUMBERS + n).tolist()
+    return index, is_next, np.concatenate([numbers[a:b] for a, b in zip(begins, ends, strict=True)])
 
 
 def read_index(path: Path) -> NDArray[np.int64]:
@@ -174,8 +169,8 @@ def read_index(path: Path) -> NDArray[np.int64]:
     return index
 
 
-def _dtype_of(header: bytes) -> np.dtype[Any]:
-    dtype = DTYPES.get(header[DESCR])
+def _dtype_of(header: bytes | memoryview) -> np.dtype[Any]:
+    dtype = DTYPES.get(bytes(header[DESCR]))
     if dtype is None:
         raise DataError("no sample: it does not start with the .npy header of one")
     return dtype

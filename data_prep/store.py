@@ -1,15 +1,14 @@
 """The tokenized corpus: one flat row of ids on disk, mapped into memory, with sentence and document borders.
 
-Three raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``sentences`` (int64, where each sentence
-starts in ids, and the end) and ``documents`` (int64, where each document starts in sentences, and the end).
+Raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``sentences`` (int64, where each sentence starts
+in ids, and the end), ``documents`` (int64, where each document starts in sentences, and the end); and
+``counts.npy``, written last: int64[text files, 3], the columns tokens, [UNK] tokens, cuts in long sentences.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.atomic import sync
+from data_prep.atomic import replacing
 from data_prep.corpus import Chunk
 from data_prep.sentences import split_sentences
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
+COUNTS = "counts.npy"
 READ_AT_ONCE = 1 << 20  # documents
 
 
@@ -40,20 +40,11 @@ class Store:
         parts = (self.documents[start : start + READ_AT_ONCE + 1] for start in starts)
         return sum(int(np.count_nonzero(np.diff(part) == 1)) for part in parts)
 
-
-@dataclass
-class SourceCounts:
-    """What one text file gave."""
-
-    tokens: int = 0
-    unknown: int = 0  # tokens that are [UNK]
-    cut: int = 0  # cuts in sentences that were too long
-
-    def add(self, other: SourceCounts) -> None:
-        """Sums up, in place."""
-        self.tokens += other.tokens
-        self.unknown += other.unknown
-        self.cut += other.cut
+    def gather(self, starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]) -> Ids:
+        """``ids[start:start + length]`` of each row, one after the other."""
+        ends = np.cumsum(lengths)
+        shift = np.repeat(starts - (ends - lengths), lengths)
+        return self.ids[shift + np.arange(len(shift))]
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,8 @@ class TokenizedChunk:
     ids: Ids  # [tokens]
     lengths: NDArray[np.int64]  # [sentences] tokens
     documents: NDArray[np.int64]  # [sentences] number of the document
-    counts: SourceCounts
+    unknown: int
+    cut: int
 
 
 def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -88,10 +80,12 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str) -> TokenizedChu
     encoded = [np.array(ids, dtype) for ids in loaded.encode(sentences)]
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     ids = np.concatenate([np.empty(0, dtype), *encoded])
-    counts = SourceCounts(len(ids), int(np.count_nonzero(ids == loaded.specials.unk)), cut)
+    unknown = int(np.count_nonzero(ids == loaded.specials.unk))
     characters = sum(len(text) for _, text in chunk.paragraphs)
     seen = lengths > 0
-    return TokenizedChunk(chunk.source, characters, ids, lengths[seen], np.array(documents, np.int64)[seen], counts)
+    return TokenizedChunk(
+        chunk.source, characters, ids, lengths[seen], np.array(documents, np.int64)[seen], unknown, cut
+    )
 
 
 @cache
@@ -100,33 +94,29 @@ def _load_once(tokenizer: Path) -> Tokenizer:
 
 
 def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) -> None:
-    """Writes the chunks, in their order, as a store for `open_store`; the folder appears when it is whole."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    counts = [SourceCounts() for _ in range(sources)]
+    """Writes the chunks, in their order, as a store of ``sources`` text files."""
+    folder.mkdir(exist_ok=True)
+    counts = np.zeros((sources, 3), np.int64)
     tokens = sentences = last = 0
     with (
-        (temporary / "ids").open("wb") as ids_file,
-        (temporary / "sentences").open("wb") as sentences_file,
-        (temporary / "documents").open("wb") as documents_file,
+        replacing(folder / "ids") as ids_file,
+        replacing(folder / "sentences") as sentences_file,
+        replacing(folder / "documents") as documents_file,
     ):
         for chunk in chunks:
             starts = np.flatnonzero(np.diff(chunk.documents, prepend=last))
             documents_file.write((sentences + starts).tobytes())
             sentences_file.write((tokens + np.cumsum(chunk.lengths) - chunk.lengths).tobytes())
             ids_file.write(chunk.ids.tobytes())
-            counts[chunk.source].add(chunk.counts)
-            if len(chunk.lengths):
+            counts[chunk.source] += len(chunk.ids), chunk.unknown, chunk.cut
+            if len(chunk.documents):
                 last = int(chunk.documents[-1])
             tokens += len(chunk.ids)
             sentences += len(chunk.lengths)
         documents_file.write(np.int64(sentences).tobytes())
         sentences_file.write(np.int64(tokens).tobytes())
-        for file in (ids_file, sentences_file, documents_file):
-            sync(file)
-    (temporary / "sources.json").write_text(json.dumps([asdict(count) for count in counts]))
-    temporary.replace(folder)
+    with replacing(folder / COUNTS) as file:
+        np.save(file, counts, allow_pickle=False)
 
 
 def open_store(folder: Path, vocab_size: int) -> Store:
@@ -136,8 +126,3 @@ def open_store(folder: Path, vocab_size: int) -> Store:
         np.memmap(folder / "sentences", np.int64, "r"),
         np.memmap(folder / "documents", np.int64, "r"),
     )
-
-
-def read_source_counts(folder: Path) -> list[SourceCounts]:
-    """What each text file gave, in the order of the sources."""
-    return [SourceCounts(**count) for count in json.loads((folder / "sources.json").read_text())]

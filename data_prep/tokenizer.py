@@ -25,6 +25,17 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
 LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
 BATCH = 128  # sentences encoded at once
+MODEL = {  # what `transformers` takes for granted; these decide ids too, and the hash need not name them
+    "type": "WordPiece",
+    "unk_token": "[UNK]",
+    "continuing_subword_prefix": CONTINUING,
+    "max_input_chars_per_word": 100,
+}
+CLEANING = {  # names in tokenizer_config.json, and in the BertNormalizer of tokenizer.json
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 DEFAULTS = {
     "tokenizer_class": "BertTokenizer",
     "do_lower_case": True,
@@ -100,17 +111,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; `python -m data_prep vocab` makes one")
-    settings = DEFAULTS | _read_settings(folder / "tokenizer_config.json")
-    try:
-        if (folder / "tokenizer.json").exists():
-            encoder = _read_encoder(folder / "tokenizer.json")
-        elif (folder / "vocab.txt").exists():
-            pieces = (folder / "vocab.txt").read_text("utf-8").rstrip("\n").split("\n")
-            encoder = _bert_encoder(pieces, settings)
-        else:
-            raise DataError(f"tokenizer folder {folder} holds neither tokenizer.json nor vocab.txt")
-    except UnicodeDecodeError as error:
-        raise DataError(f"tokenizer in {folder}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    config, whole, vocabulary = (folder / name for name in ("tokenizer_config.json", "tokenizer.json", "vocab.txt"))
+    settings = DEFAULTS | (_read_object(config) if config.exists() else {})
+    if whole.exists():
+        encoder, cleaning = _read_encoder(whole)
+        settings |= cleaning
+    elif vocabulary.exists():
+        try:
+            encoder = _bert_encoder(vocabulary.read_text("utf-8").rstrip("\n").split("\n"), settings)
+        except (UnicodeDecodeError, TypeError) as error:  # TypeError: a setting that is no true or false
+            raise DataError(f"tokenizer in {folder}: not UTF-8, or a wrong setting ({error})") from None
+    else:
+        raise DataError(f"tokenizer folder {folder} holds neither tokenizer.json nor vocab.txt")
     vocab = encoder.get_vocab()
     missing = [name for name in SPECIALS if name not in vocab]
     if missing:
@@ -118,7 +130,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     specials = SpecialIds(*(vocab[name] for name in SPECIALS))
     if len(vocab) != max(vocab.values()) + 1:
         raise DataError(f"tokenizer in {folder}: the vocabulary has repeated pieces or gaps between its ids")
-    _refuse_control_ids(encoder, specials, folder)
+    control = {vocab[name] for name in SPECIALS if name != "[UNK]"}
+    for name in SPECIALS:
+        if control.intersection(encoder.encode(name, add_special_tokens=False).ids):
+            raise DataError(f"tokenizer in {folder}: {name} written in a text would become the control token")
     return Tokenizer(encoder, specials, settings)
 
 
@@ -179,41 +194,35 @@ def _repeated(words: Counter[str]) -> Iterator[str]:
 def _bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:
     vocab = {piece: number for number, piece in enumerate(pieces)}
     encoder = Encoder(models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix=CONTINUING))
-    encoder.normalizer = normalizers.BertNormalizer(
-        lowercase=settings["do_lower_case"],
-        strip_accents=settings["strip_accents"],
-        handle_chinese_chars=settings["tokenize_chinese_chars"],
-    )
+    encoder.normalizer = normalizers.BertNormalizer(**{ours: settings[theirs] for theirs, ours in CLEANING.items()})
     encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return encoder
 
 
-def _read_encoder(path: Path) -> Encoder:
-    try:
-        parts = json.loads(path.read_text("utf-8"))
-        model = parts["model"]["type"], parts["model"]["continuing_subword_prefix"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise DataError(f"{path} is no tokenizer of the `tokenizers` library") from None
-    if model != ("WordPiece", CONTINUING):
-        raise DataError(f"{path}: wanted WordPiece with the prefix ##, found {model[0]} with {model[1]}")
+def _read_encoder(path: Path) -> tuple[Encoder, dict[str, Any]]:
+    """Without its added tokens; and the settings that its cleaning amounts to, whatever the config beside it says."""
+    parts = _read_object(path)
+    model = parts.get("model")
+    if not isinstance(model, dict):
+        raise DataError(f"{path} is no tokenizer of the `tokenizers` library")
+    for name, wanted in MODEL.items():
+        found = model.get(name, "WordPiece" if name == "type" else None)  # files of 2020 do not say their type
+        if found != wanted:
+            raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found}")
     bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    return Encoder.from_str(json.dumps(parts | bare))
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
-        settings = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        encoder = Encoder.from_str(json.dumps(parts | bare))
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise DataError(f"{path} is no tokenizer of the `tokenizers` library ({error})") from None
+    normalizer = parts.get("normalizer") or {}
+    return encoder, {theirs: normalizer[ours] for theirs, ours in CLEANING.items() if ours in normalizer}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
         raise DataError(f"{path}: not JSON ({error})") from None
-    if not isinstance(settings, dict):
-        raise DataError(f"{path}: wanted an object, found {type(settings).__name__}")
-    return settings
-
-
-def _refuse_control_ids(encoder: Encoder, specials: SpecialIds, folder: Path) -> None:
-    control = {specials.pad, specials.cls, specials.sep, specials.mask}
-    for name in SPECIALS:
-        if control.intersection(encoder.encode(name, add_special_tokens=False).ids):
-            raise DataError(f"tokenizer in {folder}: {name} written in a text would become the control token")
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: wanted an object, found {type(value).__name__}")
+    return value

@@ -28,7 +28,7 @@ def verify(folder: Path, full: bool = False) -> list[str]:
     for record in manifest.shards:
         try:
             _check_shard(folder, record, manifest.tokenizer.vocab_size, full)
-        except DataError as problem:
+        except (DataError, OSError) as problem:
             problems.append(str(problem))
     return problems
 
@@ -62,34 +62,26 @@ def _check_shard(folder: Path, record: ShardRecord, vocab_size: int, full: bool)
         raise DataError(f"{folder}: {' and '.join(missing)} missing or unreadable")
     if tar.stat().st_size != record.bytes:
         raise DataError(f"{tar}: {tar.stat().st_size} bytes, the manifest says {record.bytes}")
-    if _sha256(index) != record.index_sha256:
+    if file_sha256(index) != record.index_sha256:
         raise DataError(f"{index}: not the index in the manifest (its sha256 differs)")
     if full and measure_shard(folder, record.name, vocab_size)[0] != record:
         raise DataError(f"{tar}: not the shard in the manifest (its sha256 or its counts differ)")
 
 
 def _beside_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
-    named = {record.name for record in manifest.shards}
-    for path in sorted(folder.glob(PREFIX + "*")):
-        if path.name.split(".")[0] not in named or not path.name.endswith((".tar", ".idx.npy")):
-            yield f"{path}: foreign, the manifest does not name it"
+    named = {path(folder, record.name) for record in manifest.shards for path in (tar_path, index_path)}
+    for path in sorted(set(folder.glob(PREFIX + "*")) - named):
+        yield f"{path}: foreign, the manifest does not name it"
     for count in ("samples", "tokens", "masked", "is_next"):
         total = getattr(manifest.counts, count)
         parts = sum(getattr(record, count) for record in manifest.shards)
         if total != parts:
             yield f"{folder}: the manifest counts {total} {count}, its shards {parts}"
     token_counts = folder / manifest.token_counts.file
-    if not token_counts.is_file() or _sha256(token_counts) != manifest.token_counts.sha256:
+    if not token_counts.is_file() or file_sha256(token_counts) != manifest.token_counts.sha256:
         yield f"{token_counts}: missing, or not the file in the manifest"
     try:
         if load_tokenizer(folder / TOKENIZER_FOLDER).sha256() != manifest.tokenizer.sha256:
             yield f"{folder / TOKENIZER_FOLDER}: not the tokenizer in the manifest (its sha256 differs)"
     except DataError as problem:
         yield str(problem)
-
-
-def _sha256(path: Path) -> str:
-    try:
-        return file_sha256(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None

@@ -1,16 +1,19 @@
-"""Worker processes: a pool whose results come in the order of the work, and whose death is an error."""
+"""Worker processes: results in the order of the work, a line that says how far, and death is an error."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from data_prep.errors import KilledError
@@ -18,21 +21,24 @@ from data_prep.errors import KilledError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
+TERMINAL_SECONDS, LOG_SECONDS = 0.2, 5.0  # between two progress lines, on a terminal and in a file
+RATE_SECONDS = 2.0  # a stage shorter than that has no rate worth telling
 
+
+@dataclass(frozen=True)
 class Workers:
     """Spawned processes: a fork would copy the tokenizer's locks in whatever state they are."""
 
-    def __init__(self, pool: ProcessPoolExecutor, processes: int) -> None:
-        self._pool = pool
-        self._ahead = 2 * processes  # bounds what waits in memory
+    pool: ProcessPoolExecutor
+    ahead: int  # tasks given out before their turn: bounds what waits in memory
 
     def map(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """``work`` of each task, in order. Raises what ``work`` raises, and KilledError if a worker dies."""
         pending: deque[Future[Result]] = deque()
         try:
             for task in tasks:
-                pending.append(self._pool.submit(work, task))
-                if len(pending) > self._ahead:
+                pending.append(self.pool.submit(work, task))
+                if len(pending) > self.ahead:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -49,9 +55,35 @@ def start_workers(processes: int) -> Iterator[Workers]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare)
     try:
-        yield Workers(pool, processes)
+        yield Workers(pool, 2 * processes)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def show_progress(items: Iterable[Result], stage: str, unit: str, amount: Callable[[Result], int]) -> Iterator[Result]:
+    """Passes the items on, and says on stderr how many ``unit`` (``amount`` of each item) have gone by."""
+    terminal = sys.stderr.isatty()
+    start = shown = time.monotonic()
+    done = 0
+
+    def show(end: str) -> None:
+        seconds = time.monotonic() - start
+        rate = f", {done / seconds:,.0f} a second" if seconds >= RATE_SECONDS else ""
+        line = f"data_prep: {stage} {done:,} {unit} in {seconds:,.1f} s{rate}"
+        print(line.ljust(79 if terminal else 0), end=end, file=sys.stderr, flush=True)
+
+    try:
+        for item in items:
+            done += amount(item)
+            if time.monotonic() - shown >= (TERMINAL_SECONDS if terminal else LOG_SECONDS):
+                shown = time.monotonic()
+                show("\r" if terminal else "\n")
+            yield item
+    except BaseException:
+        if terminal and shown > start:
+            print(file=sys.stderr)  # the error gets a line of its own
+        raise
+    show("\n")
 
 
 def _prepare() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -99,7 +100,7 @@ def test_a_build_that_is_whole_is_left_alone(tmp_path: Path, capsys: pytest.Capt
     assert main([*arguments, "--seed", "2"]) == 2
     text.write_text(text.read_text() + "\n\nd0w0 d0w1\nd0w2")
     assert main(arguments) == 2
-    assert "holds the shards of another build" in capsys.readouterr().err
+    assert "holds another build, of other text or settings" in capsys.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
 
 
@@ -139,9 +140,9 @@ def test_duplicates_seeds_and_order_differ(tmp_path: Path) -> None:
     ("files", "arguments", "message"),
     [
         ({}, [], "no text files in"),
-        ({"a.txt": b" \n\n"}, [], "no text found in 1 files"),
+        ({"a.txt": b" \n\n"}, [], "no text found in "),
         ({"a.jsonl": b'{"text": "w0", "split": "x"}'}, ["--where", "split=y"], "no text found in records"),
-        ({"a.txt": b"w0\nw1\nw2"}, [], "one document only (3 sentences)"),
+        ({"a.txt": b"w0\nw1\nw2"}, [], "one document only (sentences: 3)"),
         ({"a.txt": b"w0\n\nw1\n\nw2"}, [], "no pair of sentences: 3 of 3 documents"),
         ({"a.txt": b"w0\nw1\n\nw2", "b.txt": b"w0\ncaf\xe9\n"}, [], "b.txt, line 2: not UTF-8"),
         (GOOD, ["--tokenizer", "absent"], "tokenizer folder absent does not exist"),
@@ -168,12 +169,73 @@ def test_bad_input_costs_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_work_of_another_build_without_shards_is_dropped(tmp_path: Path) -> None:
+def test_work_of_another_build_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, tokenizer = write_corpus(tmp_path, [4, 4], 8)
-    (tmp_path / "out" / ".work").mkdir(parents=True)
-    (tmp_path / "out" / ".work" / "fingerprint").write_text("another")
+    work = tmp_path / "out" / ".work"
+    (work / "store").mkdir(parents=True)  # killed before its mark was made, or after it was removed: nobody's
+    (work / "plan").write_bytes(b"of another text")
     assert main(command(text, tokenizer, tmp_path / "out")) == 0
-    assert verify(tmp_path / "out", full=True) == []
+    work.mkdir()
+    (tmp_path / "out" / "manifest.json").unlink()
+    (work / "fingerprint").write_text("another, perhaps still at work")
+    before = contents(tmp_path / "out")
+    assert main(command(text, tokenizer, tmp_path / "out")) == 2
+    assert "holds another build" in capsys.readouterr().err and contents(tmp_path / "out") == before
+
+
+def test_killed_at_any_moment_and_rerun(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [60] * 400, 8)  # about 2 s of tokenizing
+    arguments = command(text, tokenizer, tmp_path / "out", "--processes", "1", "--samples-per-shard", "4000")
+    for wanted in (".work/store/ids.*", ".work/plan.*", "shard-*.tmp", "tokenizer/vocab.txt.*"):
+        run = start(arguments)
+        while run.poll() is None and not list((tmp_path / "out").glob(wanted)):
+            time.sleep(0.001)
+        run.kill()
+        run.wait(60)
+    assert main(arguments) == 0
+    assert main(command(text, tokenizer, tmp_path / "whole", "--samples-per-shard", "4000")) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_is_named_and_the_work_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, tokenizer = write_corpus(tmp_path, [20] * 5, 8)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        assert main(command(text, tokenizer, tmp_path / "out")) == 2
+    assert "fingerprint: No space left on device" in capsys.readouterr().err
+    assert main(command(text, tokenizer, tmp_path / "out")) == 0
+
+
+def test_the_vocabulary_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, tokenizer = write_corpus(tmp_path, [4, 4], 8)
+    assert main(command(tmp_path, tokenizer, tmp_path / "out")) == 2
+    assert "vocab.txt lies in" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_output_reads_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text, tokenizer = write_corpus(tmp_path, [20] * 5, 8)
+    assert main(command(text, tokenizer, tmp_path / "out", "--samples-per-shard", "1000")) == 0
+    output, progress = capfd.readouterr()
+    assert "corpus: 1 file, 5 documents" in output and " in 1 shard, " in output
+    assert "wrote" in progress and "a second" not in progress  # too short to have a rate
+    with pytest.raises(SystemExit) as stop:
+        main(["build", "--sequence-length", "many"])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("data_prep: error: argument --sequence-length: invalid int")
+
+
+def test_a_reader_may_leave_early(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [60] * 60, 8)
+    assert main(command(text, tokenizer, tmp_path / "out")) == 0
+    line = f"{sys.executable} -m data_prep inspect {tmp_path / 'out'} --samples 2000 | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("corpus: 1 file")
 
 
 def test_small_vocabulary_and_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +243,7 @@ def test_small_vocabulary_and_foreign_folder(tmp_path: Path, capsys: pytest.Capt
     small = write_tokenizer(tmp_path / "small", ["d0w0"])
     assert main(command(text, small, tmp_path / "out")) == 2
     assert "vocabulary of 6 pieces is too small" in capsys.readouterr().err
-    for name, message in (("shard-0.tar", "the shards of another build"), ("thesis.doc", "other files")):
+    for name, message in (("shard-0.tar", "another build"), ("thesis.doc", "other files")):
         out = tmp_path / name.split(".")[0]
         out.mkdir()
         (out / name).write_bytes(b"precious")

@@ -7,7 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from data_prep.errors import DataError
-from data_prep.masking import choose_positions, largest_count, make_vocabulary, replace
+from data_prep.masking import choose_positions, make_vocabulary, replace
+from data_prep.settings import largest_count
 from data_prep.tokenizer import SpecialIds
 
 SPECIALS = SpecialIds(0, 1, 2, 3, 4)

@@ -96,7 +96,7 @@ def test_pairs_of_unknown_words_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sentences", "message"),
-    [([3], "one document only (3 sentences)"), ([1] * 10, "no pair of sentences: 10 of 10 documents")],
+    [([3], "one document only (sentences: 3)"), ([1] * 10, "no pair of sentences: 10 of 10 documents")],
 )
 def test_a_corpus_without_pairs_is_refused(tmp_path: Path, sentences: list[int], message: str) -> None:
     with pytest.raises(DataError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from corpora import SPECIAL_IDS, contents, write_tokenizer
 
 from data_prep.errors import DataError
-from data_prep.tokenizer import SPECIALS, load_tokenizer, train_tokenizer
+from data_prep.tokenizer import MODEL, SPECIALS, load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9"] * 5
@@ -61,6 +62,17 @@ def test_transformers_loads_the_same_tokenizer(tmp_path: Path, cased: bool) -> N
         assert pair["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
 
 
+def test_casing_comes_from_tokenizer_json(tmp_path: Path) -> None:
+    train_tokenizer(TEXT, 150, cased=True).save(tmp_path / "cased")
+    (tmp_path / "cased" / "tokenizer_config.json").unlink()
+    whole = tmp_path / "cased" / "tokenizer.json"
+    parts = json.loads(whole.read_text())
+    del parts["model"]["type"]  # as the first published BERTs have it
+    whole.write_text(json.dumps(parts))
+    load_tokenizer(tmp_path / "cased").save(tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())["do_lower_case"] is False
+
+
 def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "google", ["cat", "Cat"])
     (folder / "tokenizer_config.json").write_text('{"do_lower_case": false, "model_max_length": 128}')
@@ -82,6 +94,13 @@ def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
         ({"vocab.txt": "\n".join([*SPECIALS, "a", "a"]).encode()}, "repeated"),
         ({"vocab.txt": b"[PAD]\n\xd7\n"}, "not UTF-8"),
         ({"tokenizer.json": b"{}"}, "is no tokenizer"),
+        ({"tokenizer.json": b'{"model": 1}'}, "is no tokenizer"),
+        ({"tokenizer.json": b'{"model": ' + json.dumps(MODEL).encode() + b"}"}, "is no tokenizer"),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL | {"unk_token": "<unk>"}}).encode()},
+            "unk_token [UNK], found <unk>",
+        ),
+        ({"vocab.txt": b"[PAD]", "tokenizer_config.json": b'{"do_lower_case": "yes"}'}, "a wrong setting"),
         ({"tokenizer.json": b'{"model": {"type": "BPE", "continuing_subword_prefix": null}}'}, "WordPiece"),
         ({"vocab.txt": b"", "tokenizer_config.json": b"["}, "not JSON"),
     ],

@@ -55,16 +55,19 @@ def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture
     (data / "shard-00003.tar").unlink()
     (data / "shard-00003.tar").mkdir()
     shutil.copy(data / "shard-00004.tar", data / "shard-00099.tar")
+    shutil.copy(data / "shard-00004.tar", data / "shard-00004.copy.tar")
     (data / "tokenizer" / "tokenizer.json").unlink()
     (data / "tokenizer" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nother\n")
-    assert main(["verify", str(data)]) == 2
+    assert main(["verify", str(data / "absent"), str(data)]) == 2
     problems = capsys.readouterr().err.splitlines()
     expected = [
         "shard-00000.tar missing",
         "shard-00001.tar: 2000 bytes",
         "shard-00002.idx.npy: not the index",
         "shard-00003.tar missing",
+        "shard-00004.copy.tar: foreign",
         "shard-00099.tar: foreign",
+        "absent holds no manifest.json",
         "not the tokenizer",
     ]
     assert [sum(name in problem for problem in problems) for name in expected] == [1] * len(problems)
