@@ -22,13 +22,15 @@ lint: setup
 setup: $(READY)
 
 $(READY): requirements.lock
-	@echo "lambert: setting up .venv (a few minutes, once)"
 	@test -n "$(PYTHON)" || { echo "lambert: error: needs Python 3.11 or 3.12: install one, or set PYTHON=…" >&2; exit 2; }
 	@rm -f .venv/.ready-*
+	@echo "lambert: setting up .venv, once: 1/3 PyTorch (a minute or two; longer with CUDA)"
 	@$(PYTHON) -m venv .venv
-	@# PyTorch first, with its own needs: a CUDA build brings its libraries, and DeepSpeed's build looks for it
+	@# with its own needs: a CUDA build brings its libraries, and DeepSpeed's build looks for PyTorch
 	@python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock torch numpy setuptools ninja
+	@echo "lambert: setting up .venv, once: 2/3 everything else in requirements.lock (about a minute)"
 	@python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements.lock
+	@echo "lambert: setting up .venv, once: 3/3 DeepSpeed's CPU communication, compiled (about a minute)"
 	@python -c 'from trainer.engine import build_extensions; build_extensions()'
 	@touch $@
 

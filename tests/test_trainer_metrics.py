@@ -261,3 +261,16 @@ def test_it_is_served_and_a_taken_port_is_one_line(tmp_path: Path) -> None:
         metrics(tmp_path, config)
     assert "\n" not in str(error.value) and "set another metrics.port" in str(error.value)
     Exporter(config, World(1, 2, 1, 2, torch.device("cpu")))  # the node's other rank opens no port
+
+
+def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path: Path) -> None:
+    train(metrics(tmp_path), 10)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    again = metrics(tmp_path)
+    again.describe(TrainState(step=9), {"run": "again"})
+    whole = path.read_text(encoding="utf-8").splitlines()
+    assert len(whole) == 11
+    with pytest.raises(ValueError):
+        json.loads(whole[9])
+    assert json.loads(whole[10])["event"] == "start"

@@ -8,6 +8,7 @@ default that matters stated; nobody writes one by hand.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -112,7 +113,6 @@ def build_extensions() -> None:
     if torch.cuda.is_available():
         return
     set_up_deepspeed("cpu")
-    print("lambert: compiling DeepSpeed's CPU communication (about a minute, once)", flush=True)
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
     ShareMemCommBuilder().load(verbose=False)
@@ -130,6 +130,8 @@ class Engine:
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # about DeepSpeed's own calls, once a rank
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self.world, self.seed, self.stage = world, seed, config.zero_stage
         self.precision = resolve_precision(config, world.device)
         module = Bert(model, seed)

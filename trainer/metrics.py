@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -136,6 +137,7 @@ class Metrics:
         self._clock, self._printed, self._waited = time.perf_counter(), 0.0, 0.0
         if world.is_main:
             self.exporter["target_steps"].set(target_steps)
+            _end_last_line(self.path)
 
     def describe(self, state: TrainState, facts: dict[str, str]) -> None:
         """Say once what really runs, and from where on: in the log, as the metrics and in the JSON lines."""
@@ -257,6 +259,15 @@ class Metrics:
     def _write(self, records: list[dict[str, Any]]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records))
+
+
+def _end_last_line(path: Path) -> None:
+    """A kill may have cut the last line short; the next one must not grow out of it."""
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def _record(pending: _Pending, sums: list[float], norm: float) -> dict[str, Any]:
