@@ -30,7 +30,7 @@ $(READY): requirements.lock
 	@python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock torch numpy setuptools ninja
 	@echo "lambert: setting up .venv, once: 2/3 everything else in requirements.lock (about a minute)"
 	@python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements.lock
-	@echo "lambert: setting up .venv, once: 3/3 DeepSpeed's CPU communication, compiled (about a minute)"
+	@echo "lambert: setting up .venv, once: 3/3 DeepSpeed's CPU communication, compiled where there is no GPU (about a minute)"
 	@python -c 'from trainer.engine import build_extensions; build_extensions()'
 	@touch $@
 

@@ -19,7 +19,7 @@ from trainer import checkpoint
 from trainer.engine import Engine, EngineConfig
 from trainer.errors import TrainerError
 from trainer.optimizer import OptimizerConfig
-from trainer.world import from_launcher, join, leave
+from trainer.world import from_launcher, join, leave, together
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     first = 0
     try:
         if found is not None:
-            checkpoint.restore(found, engine.optimizer)
+            together(lambda: checkpoint.restore(found, engine.optimizer), world)
             engine.refresh_weights()
             first = int(found.record["step"])
         losses = []
@@ -41,9 +41,9 @@ def main() -> None:
             dist.all_reduce(sums)
             losses.append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
         record = {"step": first + steps, "optimizer": {"steps": engine.optimizer.steps}}
-        checkpoint.save(root, first + steps, engine.optimizer, record, world)
+        checkpoint.save(root, first + steps, engine.optimizer, record, 3, world)
     except TrainerError as error:
-        print(f"error: {error}", flush=True)
+        print(f"error: {error}" if str(error) else "", flush=True)
         leave(2)
     if world.is_main:
         (root / f"losses-{first}.json").write_text(json.dumps(losses))

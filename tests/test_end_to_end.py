@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
 from data_prep.shards import shard_name, tar_path
+from trainer.report import read_lines
 
 STEPS = (14, 10)  # of the two phases
 TIMEOUT = 120
@@ -72,7 +72,7 @@ def launch(path: Path, *overrides: str) -> subprocess.Popen[str]:
 
 def lines(folder: Path, event: str) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = read_lines(path) if path.exists() else []
     return [record for record in records if record["event"] == event]
 
 
@@ -145,7 +145,7 @@ def test_a_killed_rank_ends_the_run_in_one_line_and_leaves_no_orphan(config: dic
     assert "trainer: rank 0: lost contact with another rank" in output
     assert "Traceback" not in output
     assert not [p for p in psutil.process_iter() if _is_ours(p, str(tmp_path))]
-    assert not list(folder.glob(".step-*")) or (folder / "latest").exists()
+    assert not [path for path in folder.glob("step-*") if not (path / "checkpoint.json").is_file()]
 
 
 def _is_ours(process: psutil.Process, mark: str) -> bool:
@@ -218,11 +218,27 @@ def test_a_port_in_use_is_refused(config: dict[str, Any], tmp_path: Path) -> Non
     assert "cannot be opened (Address already in use): set another metrics.port" in output
 
 
-def test_a_checkpoint_of_another_model_is_refused(config: dict[str, Any], killed: Path, tmp_path: Path) -> None:
-    output = refused(tmp_path / "run.yaml", "model.intermediate=48")
-    assert "is of another model" in output and "first layers.0.mlp_in_bias" in output
-    output = refused(tmp_path / "run.yaml", "run.resume=never")
-    assert "exists and run.resume is never" in output
+def test_another_model_or_run_does_not_go_on_from_a_checkpoint(
+    config: dict[str, Any], killed: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    assert "is of another run (model.intermediate was 32, now 48)" in refused(path, "model.intermediate=48")
+    assert "model.heads was 2, now 4" in refused(path, "model.heads=4")  # of the same shapes
+    assert "exists and run.resume is never" in refused(path, "run.resume=never")
+    config["phases"].insert(0, {**config["phases"][1], "name": "new"})
+    assert "phases first, in this order" in refused(write(config, tmp_path))
+
+
+def test_a_run_folder_that_cannot_be_is_one_line(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    assert "File exists" in refused(write(config, tmp_path), f"run.folder={tmp_path / 'taken'}")
+
+
+def test_bf16_that_diverges_ends_the_run(config: dict[str, Any], tmp_path: Path) -> None:
+    config["optimizer"] = {"name": "adam"}
+    config["phases"][0]["learning_rate"] = 1e30
+    output = refused(write(config, tmp_path), "engine.precision=bf16", "engine.zero_stage=2")
+    assert "training diverged" in output
 
 
 def test_resume_required_without_a_checkpoint_is_refused(config: dict[str, Any], tmp_path: Path) -> None:

@@ -99,28 +99,51 @@ def test_another_model_is_refused_with_both_shapes(half: Path) -> None:
 
 
 def test_a_save_that_fails_on_one_rank_stops_all_and_leaves_no_name(half: Path) -> None:
-    """A folder stands where rank 1's part should go: a full disk or a lost mount look the same to the code."""
+    """Rank 1's part meets a folder of its name, so the real write fails, as on a full disk or a lost mount."""
     blocked = half / ".step-00000004.tmp" / "part-00001-of-00002.safetensors"
     code = (
         "import sys, pathlib, trainer.checkpoint as c\n"
         "write = c._write_part\n"
-        f"def fail(path, *rest):\n    if path.name == {blocked.name!r}: raise OSError(28, 'No space left on device')\n"
-        "    write(path, *rest)\n"
-        "c._write_part = fail\n"
+        "def block(folder, *rest):\n"
+        f"    if rest[-1].rank == 1: pathlib.Path({str(blocked)!r}).mkdir()\n"
+        "    write(folder, *rest)\n"
+        "c._write_part = block\n"
         f"sys.argv = ['x', {str(half)!r}, '1', '1']\n"
         "import checkpoint_on_ranks; checkpoint_on_ranks.main()\n"
     )
     ended = ranks.finish(ranks.start(2, "-c", code))
     assert [code for code, _ in ended] == [2, 2]
-    assert "rank 1 cannot write checkpoint" in ended[1][1] and "No space left on device" in ended[1][1]
-    assert "another rank could not write checkpoint" in ended[0][1]
+    assert "error: " in ended[1][1] and "directory" in ended[1][1].lower(), ended[1][1]
+    assert "error: " not in ended[0][1]
     assert not (half / "step-00000004").exists()
     assert (half / "latest").read_text() == "step-00000003\n"
 
 
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
-    for step in (1, 2, 30, 4):
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """Folders with the names of checkpoints, and one with another."""
+    for step in (1, 2, 30, 4, 99):
         (tmp_path / f"step-{step:08d}").mkdir()
     (tmp_path / "step-notes").mkdir()
-    checkpoint.prune(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000030", "step-notes"]
+    (tmp_path / ".step-00000031.tmp").mkdir()
+    return tmp_path
+
+
+def test_prune_keeps_the_newest_and_leaves_no_half_save(named: Path) -> None:
+    checkpoint.prune(named, 2, 99)
+    assert sorted(path.name for path in named.iterdir()) == ["step-00000030", "step-00000099", "step-notes"]
+
+
+def test_prune_never_counts_a_later_folder_that_a_resume_passed_over(named: Path) -> None:
+    """With ``keep: 1`` and a damaged step 99, saving step 30 must leave step 30."""
+    checkpoint.prune(named, 1, 30)
+    assert sorted(path.name for path in named.iterdir()) == ["step-00000030", "step-00000099", "step-notes"]
+
+
+def test_a_list_of_parts_that_is_not_whole_is_damage(half: Path) -> None:
+    record = half / "step-00000003" / "checkpoint.json"
+    tree = json.loads(record.read_text())
+    del tree["parts"][1]
+    record.write_text(json.dumps(tree))
+    found, passed = checkpoint.newest(half)
+    assert found is None and "its list of parts is not that of one save" in passed[0]

@@ -7,13 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import ranks
 import torch
 from ranks import ROOT, finish, start
 
 from trainer.errors import TrainerError
 from trainer.world import read_world
 
-NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}
+NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0"}
 JOIN = """
 import sys, torch, torch.distributed as dist
 from trainer.world import from_launcher, join, leave
@@ -37,7 +38,7 @@ def test_launchers_describe_a_place(name: str) -> None:
     world = read_world(NODE | {name: "8"}, "cpu")
     assert (world.rank, world.size, world.local_rank, world.local_size) == (9, 16, 1, 8)
     assert not world.is_main and not world.is_local_main
-    first = read_world({"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": "0", name: "8"}, "cpu")
+    first = read_world(NODE | {"RANK": "8", "LOCAL_RANK": "0", name: "8"}, "cpu")
     assert first.is_local_main and not first.is_main
 
 
@@ -45,6 +46,7 @@ def test_launchers_describe_a_place(name: str) -> None:
     ("environ", "message"),
     [
         ({"WORLD_SIZE": "8"}, "set WORLD_SIZE but not LOCAL_RANK, RANK: start the run with"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE is 2 but MASTER_ADDR is not set"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set RANK, WORLD_SIZE but not LOCAL_RANK"),
         (NODE | {"RANK": "-1"}, "RANK='-1' in the environment is not a number"),
         (NODE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' in the environment is not a number"),
@@ -84,3 +86,24 @@ def test_a_lone_process_meets_itself_without_a_launcher() -> None:
     command = [sys.executable, "-c", JOIN, "2"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (2, "0 of 1: 0.0")
+
+
+def test_what_fails_on_one_rank_is_raised_on_all_and_told_by_the_first() -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from trainer.errors import TrainerError\n"
+        "from trainer.world import broadcast_text, from_launcher, join, leave, together\n"
+        "world = from_launcher('cpu'); join(world, 60)\n"
+        "assert together(lambda: world.rank, world) == world.rank\n"
+        "assert broadcast_text('the é' if world.is_main else 'other', world) == 'the é'\n"
+        "assert broadcast_text('', world) == ''\n"
+        "try:\n"
+        "    together(lambda: Path('/nowhere/at/all').read_text() if world.rank else '', world)\n"
+        "except TrainerError as error:\n"
+        "    print(world.rank, 'told:', error, flush=True)\n"
+        "    leave(2)\n"
+    )
+    ended = ranks.finish(ranks.start(3, "-c", code))
+    assert [code for code, _ in ended] == [2, 2, 2]
+    told = [output.split("told:")[1].strip() for _, output in ended]
+    assert told[0] == told[2] == "" and "No such file or directory: '/nowhere/at/all'" in told[1]

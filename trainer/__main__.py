@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import NoReturn
 
 from trainer.config import load
 from trainer.data import open_phases
+from trainer.engine import resolve_precision
 from trainer.errors import TrainerError
 from trainer.train import train
 from trainer.world import from_launcher, join, leave, speaks_first
@@ -23,6 +25,7 @@ def main() -> None:
     try:
         config = load(options.config, options.set)
         world = from_launcher(config.run.device)
+        resolve_precision(config.engine, world.device)
         phases = open_phases(config, world)
     except TrainerError as error:
         if not speaks_first():
@@ -31,8 +34,12 @@ def main() -> None:
     try:
         join(world, config.run.timeout_seconds)
         state = train(config, phases, world)
-    except TrainerError as error:
+    except TrainerError as error:  # one without a text is another rank's, which says it
+        _fail(f"trainer: rank {world.rank}: error: {error}" if str(error) else "")
+    except OSError as error:
         _fail(f"trainer: rank {world.rank}: error: {error}")
+    except KeyboardInterrupt:
+        _fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", 130)
     except RuntimeError as error:
         if not _lost_contact(error):
             raise
@@ -50,8 +57,9 @@ def _lost_contact(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
-def _fail(message: str, code: int = 2) -> None:
-    print(message, file=sys.stderr, flush=True)
+def _fail(message: str, code: int = 2) -> NoReturn:
+    if message:
+        print(message, file=sys.stderr, flush=True)
     leave(code)
 
 

@@ -4,7 +4,7 @@
         part-00000-of-00002.safetensors   what rank 0 owned: weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
         part-00001-of-00002.safetensors   what rank 1 owned
         checkpoint.json                   shapes, parts with their sha256, and the run's record
-    latest                                the newest one's name, moved last
+    latest                                the newest one's name, for people and tools; Lambert reads the folders
 
 A part may hold a whole parameter or a flat piece of one; its metadata say where the piece begins, so any
 number of ranks under any ZeRO stage puts whole tensors together again. The weights are the fp32 masters.
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,7 +32,7 @@ from trainer.errors import TrainerError
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import MOMENTS, LambertOptimizer
 from trainer.partition import Buffer, Partition, Slice
-from trainer.world import World
+from trainer.world import World, together
 
 FORMAT, VERSION = "lambert-checkpoint", 1
 KINDS = ("weight", *MOMENTS)
@@ -66,32 +65,37 @@ class Checkpoint:
     record: dict[str, Any]  # what the run saved beside the tensors
 
 
-def save(root: Path, step: int, optimizer: LambertOptimizer, record: dict[str, Any], world: World) -> Path:
+def save(root: Path, step: int, optimizer: LambertOptimizer, record: dict[str, Any], keep: int, world: World) -> Path:
     """Write the checkpoint of ``step`` under ``root``; every rank calls it and writes its own part.
 
-    Returns the final folder. Raises TrainerError on every rank when any rank could not write; nothing
-    then has a final name.
+    Returns the final folder, and leaves the ``keep`` newest. Raises TrainerError on every rank when any rank
+    could not write; nothing then has a final name.
     """
     assert optimizer.partition is not None
     final = root / f"step-{step:08d}"
     temporary = root / f".{final.name}.tmp"
-    if world.is_main:
+
+    def start() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    dist.barrier()
-    name = f"part-{world.rank:05d}-of-{world.size:05d}.safetensors"
-    _together(lambda: _write_part(temporary / name, optimizer, optimizer.partition), final, world)
-    _together(lambda: _publish(temporary, final, optimizer, record) if world.is_main else None, final, world)
+
+    def finish() -> None:
+        _publish(temporary, final, optimizer, record, world.size)
+        prune(root, keep, step)
+
+    together(start if world.is_main else _nothing, world)
+    together(lambda: _write_part(temporary, optimizer, world), world)
+    together(finish if world.is_main else _nothing, world)
     return final
 
 
 def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint under ``root`` (None without any), and why newer ones were passed over."""
     passed: list[str] = []
-    names = [path.name for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
-    for name in sorted(names, key=lambda name: int(name[5:]), reverse=True):
+    folders = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+    for folder in sorted(folders, key=_step, reverse=True):
         try:
-            return read(root / name), passed
+            return read(folder), passed
         except TrainerError as error:
             passed.append(str(error))
     return None, passed
@@ -108,6 +112,9 @@ def read(folder: Path) -> Checkpoint:
         raise TrainerError(f"{folder} is not a whole checkpoint: it has no readable checkpoint.json") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
+    names = [part["name"] for part in tree["parts"]]
+    if names != [_part_name(rank, len(names)) for rank in range(len(names))]:
+        raise TrainerError(f"checkpoint {folder} is damaged: its list of parts is not that of one save")
     for part in tree["parts"]:
         path = folder / part["name"]
         size = path.stat().st_size if path.is_file() else None
@@ -115,7 +122,7 @@ def read(folder: Path) -> Checkpoint:
             found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
             raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
     shapes = {name: torch.Size(shape) for name, shape in tree["shapes"].items()}
-    return Checkpoint(folder, shapes, tuple(part["name"] for part in tree["parts"]), tree["record"])
+    return Checkpoint(folder, shapes, tuple(names), tree["record"])
 
 
 def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
@@ -177,10 +184,13 @@ def verify(checkpoint: Checkpoint) -> None:
             )
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints, and what killed saves left."""
-    named = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
-    named.sort(key=lambda path: int(path.name[5:]))
+def prune(root: Path, keep: int, step: int) -> None:
+    """Remove all but the ``keep`` newest checkpoints up to ``step``, and what killed saves left.
+
+    Folders of later steps are none of this run's past: a resume passed them over, and a person may want them.
+    """
+    named = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and _step(path) <= step]
+    named.sort(key=_step)
     for folder in [*named[:-keep], *root.glob(".step-*.tmp")]:
         shutil.rmtree(folder)
 
@@ -190,15 +200,19 @@ def _tensors(optimizer: LambertOptimizer, buffer: Buffer) -> dict[str, Tensor]:
     return {"weight": buffer.master.detach().view(-1), **optimizer.moments(buffer)}
 
 
-def _write_part(path: Path, optimizer: LambertOptimizer, partition: Partition) -> None:
+def _write_part(folder: Path, optimizer: LambertOptimizer, world: World) -> None:
+    partition = optimizer.partition
+    assert partition is not None
     tensors, starts = {}, {}
     for buffer in partition.buffers:
         for kind, flat in _tensors(optimizer, buffer).items():
             for part in buffer.slices:
-                if partition.shared or dist.get_rank() == 0:  # whole copies on every rank: one is enough
+                if partition.shared or world.is_main:  # whole copies on every rank: one is enough
                     tensors[f"{kind}/{part.name}"] = _piece(flat, part, partition)
                     starts[part.name] = part.start
+    path = folder / _part_name(world.rank, world.size)
     save_file(tensors, path, metadata={"starts": json.dumps(starts)})
+    path.chmod(0o644)  # safetensors leaves it to its owner alone
     _sync(path)
     # beside it, for rank 0, which writes the whole list: ranks share this folder and nothing else
     path.with_suffix(".json").write_text(
@@ -212,9 +226,9 @@ def _piece(flat: Tensor, part: Slice, partition: Partition) -> Tensor:
     return piece.view(shape).clone() if part.length == shape.numel() else piece.clone()
 
 
-def _publish(temporary: Path, final: Path, optimizer: LambertOptimizer, record: dict[str, Any]) -> None:
+def _publish(temporary: Path, final: Path, optimizer: LambertOptimizer, record: dict[str, Any], ranks: int) -> None:
     assert optimizer.partition is not None
-    sidecars = sorted(temporary.glob("part-*.json"))
+    sidecars = [(temporary / _part_name(rank, ranks)).with_suffix(".json") for rank in range(ranks)]
     tree = {
         "format": FORMAT,
         "version": VERSION,
@@ -236,19 +250,6 @@ def _publish(temporary: Path, final: Path, optimizer: LambertOptimizer, record: 
     _sync(final.parent)
 
 
-def _together(action: Any, final: Path, world: World) -> None:
-    """Run ``action`` on this rank and raise on all ranks when it failed on any."""
-    failure = ""
-    try:
-        action()
-    except (OSError, RuntimeError) as error:
-        failure = f"rank {world.rank} cannot write checkpoint {final}: {error}"
-    failed = torch.tensor([int(bool(failure))], device=world.device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed.item():
-        raise TrainerError(failure or f"another rank could not write checkpoint {final}; its own line says why")
-
-
 def _require_same_model(checkpoint: Checkpoint, partition: Partition) -> None:
     if checkpoint.shapes == partition.shapes:
         return
@@ -261,6 +262,18 @@ def _require_same_model(checkpoint: Checkpoint, partition: Partition) -> None:
         f"({list(theirs) if theirs else 'absent'} there, {list(ours) if ours else 'absent'} in this run); give "
         "run.folder another name or restore the model section"
     )
+
+
+def _nothing() -> None:
+    """What the other ranks do while rank 0 works."""
+
+
+def _part_name(rank: int, ranks: int) -> str:
+    return f"part-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 class _Pieces:

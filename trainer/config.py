@@ -45,6 +45,8 @@ class RunConfig:
     def problems(self) -> list[str]:
         """What cannot be, each with its remedy."""
         found = []
+        if not self.folder:
+            found.append("folder is empty: name one for this run")
         if not 0 <= self.seed < 2**63:
             found.append(f"seed is {self.seed}: must lie between 0 and 2^63 - 1")
         for name in ("timeout_seconds", "shuffle_window"):
@@ -133,7 +135,7 @@ def fingerprint(tree: Any) -> str:
 
 def _override(tree: Any, override: str, problems: list[str]) -> None:
     path, equals, text = override.partition("=")
-    if not equals or not path:
+    if not equals or not all(path.split(".")):
         problems.append(f"--set {override}: write it as section.key=value")
         return
     *parents, last = path.split(".")
@@ -141,14 +143,21 @@ def _override(tree: Any, override: str, problems: list[str]) -> None:
     try:
         for part in parents:
             if isinstance(at, list):
-                at = at[int(part)]
+                at = at[_place(part)]
             else:
                 at = at.setdefault(part, {})
-        at[int(last) if isinstance(at, list) else last] = yaml.safe_load(text)
+        at[_place(last) if isinstance(at, list) else last] = yaml.safe_load(text)
     except (LookupError, ValueError, TypeError, AttributeError):
         problems.append(f"--set {path}: no such place in this configuration; list items go by number, from 0")
     except yaml.YAMLError:
         problems.append(f"--set {path}: the value {text!r} is not YAML; quote it")
+
+
+def _place(text: str) -> int:
+    """An item's number in a list. Raises ValueError for anything else, -1 included."""
+    if not text.isdigit():
+        raise ValueError(text)
+    return int(text)
 
 
 def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:

@@ -33,7 +33,7 @@ class EngineConfig:
     """Sharding and precision."""
 
     zero_stage: Literal[0, 1, 2] = 1
-    precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs
+    precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0
     initial_loss_scale: float = 2.0**16  # fp16 only
     loss_scale_growth_interval: int = 1000  # good steps in a row before the scale doubles
 
@@ -56,8 +56,8 @@ class StepResult:
     """What one step did. Tensors stay on the device, so that nothing waits for them."""
 
     sums: Tensor  # (4,) fp64, SUMS of this rank's micro-batches
-    gradient_norm: Tensor  # () fp32, global, unscaled, before clipping
-    trust: Tensor | None  # (K,) fp32, LAMB's ratios
+    gradient_norm: Tensor  # () fp32, global, unscaled, before clipping; infinite when the gradients overflowed
+    trust: Tensor | None  # (K,) fp32, LAMB's ratios; None for Adam and for a step that overflowed
     applied: bool  # False when the gradients overflowed
     loss_scale: float
 
@@ -90,7 +90,9 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
         "steps_per_print": None,
         "wall_clock_breakdown": False,
         "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # static: trainer/loss_scale.py scales
-        "bf16": {"enabled": precision == "bf16"},
+        # not skipped like an overflow: bf16 has no scale that could come down, so a NaN must end the run
+        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": False},
+        "communication_data_type": precision,
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,  # trainer/optimizer.py is exact under partitions, and tested
         "zero_optimization": {
@@ -176,7 +178,9 @@ class Engine:
         used = self.loss_scale.scale
         if self.precision == "fp16":
             self.loss_scale = next_scale(self.loss_scale, not applied)
-        return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, applied, used)
+        if not applied:
+            return StepResult(sums, torch.full_like(self.optimizer.gradient_norm, torch.inf), None, False, used)
+        return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, True, used)
 
     def refresh_weights(self) -> None:
         """Make the weights those of the masters, after a checkpoint filled these."""

@@ -164,6 +164,11 @@ def _evaluate_command(checkpoint: Path, heldout: Path, train: Path, size: int) -
                 f"{folder} has a vocabulary of {vocab_size} entries but the model of {checkpoint} has "
                 f"{model.model.vocab_size}: name the shards that it was trained on"
             )
+    if manifest.settings.sequence_length > model.model.max_positions:
+        raise TrainerError(
+            f"{heldout} has sequences of {manifest.settings.sequence_length} tokens but the model of {checkpoint} has "
+            f"{model.model.max_positions} positions: name shorter held-out shards"
+        )
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
         raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build them with one")
     loader = Loader(heldout, manifest, 0, 1)

@@ -49,11 +49,13 @@ class Parity:
 # ---- folders ------------------------------------------------------------------------------------------
 
 
-def write_folder(weights: dict[str, Tensor], model: ModelConfig, tokenizer_folder: Path, out: Path) -> None:
-    """Writes the export to ``out``, whole or not at all.
+def write_folder(
+    weights: dict[str, Tensor], model: ModelConfig, tokenizer_folder: Path, out: Path, proven: bool = False
+) -> Parity | None:
+    """Writes the export to ``out``, whole or not at all; ``proven``, only after ``check``, whose figures it returns.
 
     Raises TrainerError if ``out`` is there and not an empty folder, if the tokenizer's files are missing or
-    of another vocabulary size, or if a weight does not fit the model.
+    of another vocabulary size, if a weight does not fit the model, or as ``check`` does.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainerError(f"{out} is already there; name a folder that does not exist or is empty")
@@ -64,13 +66,16 @@ def write_folder(weights: dict[str, Tensor], model: ModelConfig, tokenizer_folde
     shutil.rmtree(temporary, ignore_errors=True)  # what a killed export left
     temporary.mkdir(parents=True)
     save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    (temporary / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
     (temporary / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer_folder / name, temporary / name)
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
+    parity = check(temporary, weights, model) if proven else None
     temporary.replace(out)
     _sync(out.parent)
+    return parity
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], ModelConfig]:
@@ -270,15 +275,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         found = find(options.checkpoint)
         weights, model = load_weights(found), ModelConfig(**found.record["config"]["model"])
-        write_folder(weights, model, options.tokenizer or found.folder.parent / "tokenizer", options.out)
+        tokenizer = options.tokenizer or found.folder.parent / "tokenizer"
+        worst = write_folder(weights, model, tokenizer, options.out, options.check)
         print(f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}")
-        if options.check:
-            worst = check(options.out, weights, model)
+        if worst is not None:
             print(
                 "transformers finds every name, and its logits differ from the checkpoint's by at most "
                 f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {TOLERANCE:.0e} is allowed"
             )
-    except TrainerError as error:
+    except (TrainerError, OSError, SafetensorError) as error:
         print(f"trainer.export: error: {error}", file=sys.stderr)
         return 2
     return 0

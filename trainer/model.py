@@ -57,6 +57,8 @@ class ModelConfig:
         """All that is wrong with the configuration, a line each."""
         sizes = ("layers", "hidden", "heads", "intermediate", "max_positions", "vocab_size", "segments")
         found = [f"{n} is {getattr(self, n)}; it must be at least 1" for n in sizes if getattr(self, n) < 1]
+        if self.segments == 1:
+            found.append("segments is 1; a pair has two, so it must be at least 2")
         if self.heads > 0 and self.hidden % self.heads:
             found.append(f"hidden is {self.hidden}; it must be a multiple of heads, {self.heads}")
         for name in ("dropout", "attention_dropout"):

@@ -72,6 +72,7 @@ class LambertOptimizer(torch.optim.Optimizer):
     def bind(self, partition: Partition) -> None:
         """Step over ``partition`` from now on, with zero moments. Until then ``step`` does nothing."""
         self.partition = partition
+        self.gradient_norm = partition.buffers[0].master.new_zeros(())  # on the device from the start
         for buffer in partition.buffers:
             flat = buffer.master.view(-1)
             self.state[buffer.master] = {name: torch.zeros_like(flat) for name in MOMENTS}

@@ -19,11 +19,10 @@ from trainer.data import PhaseData
 from trainer.engine import Engine
 from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
-from trainer.loss_scale import LossScale
 from trainer.metrics import Metrics
 from trainer.schedule import learning_rate
 from trainer.state import TrainState
-from trainer.world import World
+from trainer.world import World, broadcast_text, together
 
 
 class Run:
@@ -32,37 +31,62 @@ class Run:
     def __init__(self, config: Config, phases: list[PhaseData], world: World) -> None:
         self.config, self.phases, self.world = config, phases, world
         self.folder = Path(config.run.folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainerError(f"run.folder {self.folder} cannot be made ({error.strerror}): name another") from None
-        target = sum(phase.steps for phase in config.phases)
-        self.metrics = Metrics(config.metrics, self.folder, config.model, target, world)
+        self.metrics = together(self._open_folder, world)
         self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed)
 
-    def restore(self) -> TrainState:
-        """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which."""
-        found, passed = checkpoint.newest(self.folder)
+    def _open_folder(self) -> Metrics:
+        """Rank 0 leaves the resolved configuration and the tokenizer where the checkpoints will be."""
         if self.world.is_main:
-            for reason in passed:
-                print(f"lambert: passed over: {reason}", flush=True)
-        if found is None:
-            if self.config.run.resume == "required" or passed:
-                raise TrainerError(f"no whole checkpoint in {self.folder}: check run.folder, or remove what is there")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = yaml.safe_dump(to_tree(self.config), sort_keys=False)
+            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+            tokenizer = self.phases[0].loader.folder / TOKENIZER_FOLDER
+            shutil.copytree(tokenizer, self.folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
+        target = sum(phase.steps for phase in self.config.phases)
+        return Metrics(self.config.metrics, self.folder, self.config.model, target, self.world)
+
+    def restore(self) -> TrainState:
+        """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which.
+
+        Rank 0 chooses, so that all ranks go on from the same one, and all of them do or none.
+        """
+        name = broadcast_text(together(self._newest, self.world), self.world)
+        if not name:
             return TrainState()
-        if self.config.run.resume == "never":
-            raise TrainerError(
-                f"{found.folder} exists and run.resume is never: give run.folder another name, or set resume to auto"
-            )
-        record = found.record
-        _require_same_run(record["identity"], self._identity(), found.folder)
-        checkpoint.restore(found, self.engine.optimizer)
+        found = together(lambda: self._load(self.folder / name), self.world)
         self.engine.refresh_weights()
-        self.engine.loss_scale = LossScale(**record["loss_scale"])
-        state = TrainState(**record["state"])
+        state = TrainState(**found.record["state"])
         if self.world.is_main:
             print(f"lambert: resumed from {found.folder} at step {state.step}", flush=True)
         return replace(state, restarts=state.restarts + 1)
+
+    def _newest(self) -> str:
+        """The name of the checkpoint to go on from, empty for a fresh start; on rank 0."""
+        if not self.world.is_main:
+            return ""
+        found, passed = checkpoint.newest(self.folder)
+        for reason in passed:
+            print(f"lambert: passed over: {reason}", flush=True)
+        wanted = self.config.run.resume
+        if found is None:
+            if wanted == "required" or passed:
+                raise TrainerError(f"no whole checkpoint in {self.folder}: check run.folder, or remove what is there")
+            return ""
+        if wanted == "never":
+            raise TrainerError(
+                f"{found.folder} exists and run.resume is never: give run.folder another name, or set resume to auto"
+            )
+        return found.folder.name
+
+    def _load(self, folder: Path) -> checkpoint.Checkpoint:
+        found = checkpoint.read(folder)
+        record = found.record
+        _require_same_run(record, self._identity(), folder)
+        checkpoint.restore(found, self.engine.optimizer)
+        if record["precision"] == self.engine.precision:  # the scale of another precision says nothing here
+            scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
+            self.engine.loss_scale = replace(self.engine.loss_scale, scale=scale, good_steps=good_steps)
+        return found
 
     def save(self, state: TrainState, due: bool = False) -> None:
         """Save a checkpoint every so many steps, or when it is ``due`` anyway."""
@@ -73,13 +97,13 @@ class Run:
         record = {
             "state": asdict(state),
             "loss_scale": asdict(self.engine.loss_scale),
+            "precision": self.engine.precision,
             "optimizer": {"name": self.config.optimizer.name, "steps": self.engine.optimizer.steps},
             "identity": self._identity(),
             "config": to_tree(self.config),
         }
-        folder = checkpoint.save(self.folder, state.step, self.engine.optimizer, record, self.world)
-        if self.world.is_main:
-            checkpoint.prune(self.folder, self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        folder = checkpoint.save(self.folder, state.step, self.engine.optimizer, record, keep, self.world)
         self.metrics.checkpoint(state, folder, time.perf_counter() - started)
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
@@ -93,11 +117,14 @@ class Run:
 
     def _identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that goes on from it."""
+        model = asdict(self.config.model)
+        shape = {key: value for key, value in model.items() if not key.endswith("dropout")}
         return {
             "seed": self.config.run.seed,
             "shuffle_window": self.config.run.shuffle_window,
             "optimizer": self.config.optimizer.name,
-            "shards": {data.phase.name: manifest_hash(data.loader.folder) for data in self.phases},
+            "model": shape,
+            "phases": [[data.phase.name, manifest_hash(data.loader.folder)] for data in self.phases],
         }
 
 
@@ -126,13 +153,20 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     return state
 
 
-def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], folder: Path) -> None:
-    """Phases may be added, and their steps and rates changed; what was trained on so far may not."""
-    keys = ("seed", "shuffle_window", "optimizer")
-    different = [f"{key} was {saved[key]}, now {ours[key]}" for key in keys if saved[key] != ours[key]]
-    both = saved["shards"].keys() & ours["shards"].keys()
-    changed = [phase for phase in sorted(both) if saved["shards"][phase] != ours["shards"][phase]]
-    different += [f"the training shards of phase {phase} were others" for phase in changed]
+def _require_same_run(record: dict[str, Any], ours: dict[str, Any], folder: Path) -> None:
+    """What was trained on so far must be the same. Later phases, steps, rates and dropout may change."""
+    saved = record["identity"]
+    different = [
+        f"{key} was {saved[key]}, now {ours[key]}"
+        for key in ("seed", "shuffle_window", "optimizer")
+        if saved[key] != ours[key]
+    ]
+    shape = saved["model"]
+    different += [f"model.{k} was {shape[k]}, now {v}" for k, v in ours["model"].items() if shape[k] != v]
+    begun = record["state"]["phase"] + 1
+    if saved["phases"][:begun] != ours["phases"][:begun]:
+        names = ", ".join(name for name, _ in saved["phases"][:begun])
+        different.append(f"phases {names}, in this order, with the training shards of then, must come first")
     if different:
         raise TrainerError(
             f"checkpoint {folder} is of another run ({'; '.join(different)}): restore that, or give run.folder "
@@ -141,18 +175,13 @@ def _require_same_run(saved: dict[str, Any], ours: dict[str, Any], folder: Path)
 
 
 def _describe(run: Run, state: TrainState) -> None:
-    """Say once what really runs, and leave the resolved configuration and the tokenizer beside the checkpoints."""
+    """Say once what really runs."""
     config, chosen = run.config, backend.resolve()
-    tree = to_tree(config)
-    if run.world.is_main:
-        tokenizer = run.phases[0].loader.folder / TOKENIZER_FOLDER
-        shutil.copytree(tokenizer, run.folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
-        (run.folder / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     run.metrics.describe(
         state,
         {
             "run": config.run.name,
-            "config": fingerprint(tree),
+            "config": fingerprint(to_tree(config)),
             "ranks": str(run.world.size),
             "device": run.world.device.type,
             "zero_stage": str(config.engine.zero_stage),

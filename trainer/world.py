@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from trainer.errors import TrainerError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ def read_world(environ: Mapping[str, str], device: str) -> World:
         if not value.isdigit():
             raise TrainerError(f"{name}={value!r} in the environment is not a number: check the launcher")
     rank, size, local_rank, local_size = (int(value) for value in values.values())
+    if size > 1 and "MASTER_ADDR" not in environ:
+        raise TrainerError(
+            f"WORLD_SIZE is {size} but MASTER_ADDR is not set, so the ranks cannot find one another: start the run "
+            "with a launcher, or unset both for one process"
+        )
     if rank >= size or local_rank >= local_size or local_size > size:
         raise TrainerError(
             f"rank {rank} of {size}, local rank {local_rank} of {local_size}: a rank must be smaller than "
@@ -102,12 +111,50 @@ def join(world: World, timeout_seconds: int) -> None:
     if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         os.environ.update(alone | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})  # DeepSpeed reads them
-    dist.init_process_group(
-        "nccl" if world.device.type == "cuda" else "gloo",
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if world.device.type == "cuda" else "gloo",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+        raise TrainerError(
+            f"cannot meet the other ranks at {place} ({str(error).splitlines()[0]}): check that all {world.size} were "
+            "started and that no other run holds the port"
+        ) from None
+
+
+def together(action: Callable[[], Result], world: World) -> Result:
+    """``action()`` of this rank, if it went well on all of them; every rank calls it.
+
+    What fails on one rank must not leave the others waiting in the next collective. Raises TrainerError on
+    every rank: with the reason on the first one that failed, without a text on the others.
+    """
+    failure, result = "", None
+    try:
+        result = action()
+    except TrainerError as error:
+        failure = str(error)
+    except (OSError, SafetensorError) as error:
+        failure = " ".join(str(error).split()) or type(error).__name__
+    first = torch.tensor(world.rank if failure else world.size, device=world.device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if first.item() < world.size:
+        raise TrainerError(failure if world.rank == first.item() else "")
+    return cast(Result, result)
+
+
+def broadcast_text(text: str, world: World) -> str:
+    """Rank 0's ``text`` on every rank."""
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(world.device)
+    size = torch.tensor(data.numel(), device=world.device)
+    dist.broadcast(size, 0)
+    if not world.is_main:
+        data = torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    dist.broadcast(data, 0)
+    return bytes(data.tolist()).decode().rstrip("\0")
 
 
 def set_up_deepspeed(device: str) -> None:
@@ -120,14 +167,13 @@ def set_up_deepspeed(device: str) -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 
-def leave(code: int) -> None:
-    """End this process with ``code`` after all ranks arrived, without the interpreter's teardown.
+def leave(code: int) -> NoReturn:
+    """End this process with ``code``, a good one after all ranks arrived, without the interpreter's teardown.
 
     A gloo thread that outlives the interpreter turned about one good run in ten into a crash.
     """
-    if dist.is_initialized():
-        if code == 0:
-            dist.barrier()
+    if code == 0 and dist.is_initialized():  # a rank that failed alone would wait for the others here
+        dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

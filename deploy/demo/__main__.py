@@ -28,6 +28,7 @@ ROOT = Path("runs/demo")
 RUN, SHARDS, VOCABULARY, EXPORT = ROOT / "run", ROOT / "shards", ROOT / "tokenizer", ROOT / "bert-demo"
 LENGTHS = {32: 10, 64: 5}  # sequence length of each phase: duplicates of the corpus, each with its own masks
 KILL_AFTER = 60  # steps past a checkpoint: all of them are trained again after the kill, and compared
+MARGIN = 0.5  # nats by which the model must beat word frequencies, and itself without its context
 METRICS = "http://127.0.0.1:9464/metrics"
 SENTENCES = (
     "Sherlock Holmes sat in his [MASK], and looked at the fire.",
@@ -116,8 +117,13 @@ def train_until_killed() -> int:
 def resume() -> None:
     """Start the same command again and let it end by itself."""
     section("Resuming with the same command")
-    if launch().wait() != 0:
-        raise SystemExit("demo: error: the resumed run failed; see the lines above")
+    process = launch()
+    try:
+        if process.wait() != 0:
+            raise SystemExit("demo: error: the resumed run failed; see the lines above")
+    finally:
+        if process.poll() is None:  # Ctrl-C: the ranks are in a process group of their own
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def compare(killed_at: int) -> None:
@@ -152,6 +158,10 @@ def evaluate() -> None:
     print(f"        {figures['mask_loss']:.3f} nats  the model")
     print(f"        {figures['mask_unigram_entropy']:.3f} nats  word frequencies alone")
     print(f"        {figures['mask_loss_shuffled']:.3f} nats  the model, other tokens shuffled")
+    if figures["mask_loss"] + MARGIN > min(figures["mask_unigram_entropy"], figures["mask_loss_shuffled"]):
+        raise SystemExit(
+            f"demo: error: the model is not {MARGIN} nats better than both: it has not learnt from context"
+        )
 
 
 def export() -> None:
