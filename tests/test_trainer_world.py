@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import ranks
 import torch
 from ranks import ROOT, finish, start
 
@@ -103,7 +102,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_told_by_the_first() -> None
         "    print(world.rank, 'told:', error, flush=True)\n"
         "    leave(2)\n"
     )
-    ended = ranks.finish(ranks.start(3, "-c", code))
+    ended = finish(start(3, "-c", code))
     assert [code for code, _ in ended] == [2, 2, 2]
     told = [output.split("told:")[1].strip() for _, output in ended]
     assert told[0] == told[2] == "" and "No such file or directory: '/nowhere/at/all'" in told[1]
