@@ -31,7 +31,7 @@ def main() -> None:
     first = 0
     try:
         if found is not None:
-            together(lambda: checkpoint.restore(found, engine.optimizer), world)
+            together(lambda: checkpoint.restore(found, engine.optimizer, world), world)
             engine.refresh_weights()
             first = int(found.record["step"])
         losses = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ from data_prep.manifest import load_manifest
 from data_prep.shards import shard_name, tar_path
 from trainer.report import read_lines
 
-STEPS = (14, 10)  # of the two phases
+STEPS = (60, 40)  # of the two phases
 TIMEOUT = 120
 
 
@@ -42,7 +43,7 @@ def config(tiny_shards: Path, tmp_path: Path) -> dict[str, Any]:
             {**phase, "name": "first", "steps": STEPS[0], "global_batch": 30, "micro_batch": 8, "warmup_steps": 2},
             {**phase, "name": "second", "steps": STEPS[1], "global_batch": 50, "accumulation": 2},
         ],
-        "checkpoint": {"every_steps": 4, "keep": 2},
+        "checkpoint": {"every_steps": 10, "keep": 2},
         "metrics": {"port": None, "log_every_steps": 2},
     }
 
@@ -97,16 +98,25 @@ def killed(config: dict[str, Any], tmp_path: Path) -> Iterator[Path]:
     yield folder
 
 
-def test_killed_and_resumed_is_never_killed_and_exports(
+def test_killed_stopped_and_resumed_is_never_killed_and_exports(
     config: dict[str, Any], killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config["run"]["folder"] = str(tmp_path / "straight")
     straight = launch(write(config, tmp_path))
     assert straight.wait(TIMEOUT) == 0, straight.communicate()[0]
+    stopped = launch(tmp_path / "run.yaml")
+    wait_for(lambda: any(r["restarts"] == 1 for r in lines(killed, "step")), stopped)
+    worker(stopped, 1).terminate()  # SIGTERM to one rank stops all of them
+    output = stopped.communicate(timeout=TIMEOUT)[0]
+    assert stopped.returncode == 75 and "lambert: stopped at step" in output, output
+    ended = json.loads((killed / "ended.json").read_text())
+    assert ended["how"] == "stopped" and (killed / f"step-{ended['step']:08d}" / "checkpoint.json").exists()
+
     resumed = launch(tmp_path / "run.yaml", "run.resume=required")
     output = resumed.communicate(timeout=TIMEOUT)[0]
     assert resumed.returncode == 0, output
-    assert "lambert: resumed from" in output
+    assert f"at step {ended['step']}" in output  # nothing was lost
+    assert json.loads((killed / "ended.json").read_text())["how"] == "done"
 
     last = f"step-{sum(STEPS):08d}"
     parts = sorted(path.name for path in (killed / last).glob("part-*"))
@@ -118,8 +128,9 @@ def test_killed_and_resumed_is_never_killed_and_exports(
     numbers = ("loss", "gradient_norm", "position", "phase", "learning_rate", "tokens")
     by_step = {r["step"]: [r[n] for n in numbers] for r in lines(tmp_path / "straight", "step")}
     assert len(by_step) == sum(STEPS)
-    after = [r for r in lines(killed, "step") if r["restarts"] == 1]
-    assert after and all([r[n] for n in numbers] == by_step[r["step"]] for r in after)
+    after = [r for r in lines(killed, "step") if r["restarts"] > 0]
+    assert {r["restarts"] for r in after} == {1, 2}
+    assert all([r[n] for n in numbers] == by_step[r["step"]] for r in after)
     assert {r["step"] for r in lines(killed, "step")} == set(by_step)
 
     from trainer.export import main as export
@@ -136,8 +147,7 @@ def test_a_killed_rank_ends_the_run_in_one_line_and_leaves_no_orphan(config: dic
     process = launch(write(config, tmp_path))
     folder = Path(config["run"]["folder"])
     wait_for(lambda: lines(folder, "step"), process)
-    workers = [p for p in psutil.Process(process.pid).children(recursive=True) if "--local_rank=1" in p.cmdline()]
-    workers[0].kill()
+    worker(process, 1).kill()
     killed_at = time.monotonic()
     output = process.communicate(timeout=TIMEOUT)[0]
     assert process.returncode != 0
@@ -146,6 +156,12 @@ def test_a_killed_rank_ends_the_run_in_one_line_and_leaves_no_orphan(config: dic
     assert "Traceback" not in output
     assert not [p for p in psutil.process_iter() if _is_ours(p, str(tmp_path))]
     assert not [path for path in folder.glob("step-*") if not (path / "checkpoint.json").is_file()]
+
+
+def worker(process: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process of one rank below a launcher."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    return next(p for p in below if f"--local_rank={rank}" in p.cmdline())
 
 
 def _is_ours(process: psutil.Process, mark: str) -> bool:
@@ -221,12 +237,13 @@ def test_a_port_in_use_is_refused(config: dict[str, Any], tmp_path: Path) -> Non
 def test_another_model_or_run_does_not_go_on_from_a_checkpoint(
     config: dict[str, Any], killed: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.yaml"
+    path, before = tmp_path / "run.yaml", (killed / "config.yaml").read_bytes()
     assert "is of another run (model.intermediate was 32, now 48)" in refused(path, "model.intermediate=48")
     assert "model.heads was 2, now 4" in refused(path, "model.heads=4")  # of the same shapes
     assert "exists and run.resume is never" in refused(path, "run.resume=never")
     config["phases"].insert(0, {**config["phases"][1], "name": "new"})
     assert "phases first, in this order" in refused(write(config, tmp_path))
+    assert (killed / "config.yaml").read_bytes() == before
 
 
 def test_a_run_folder_that_cannot_be_is_one_line(config: dict[str, Any], tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ from trainer.config import load
 from trainer.data import open_phases
 from trainer.engine import resolve_precision
 from trainer.errors import TrainerError
+from trainer.stop import STOPPED
 from trainer.train import train
 from trainer.world import from_launcher, join, leave, speaks_first
 
 
 def main() -> None:
-    """Read the configuration, meet the other ranks, train. Exits 2 on anything a user can mend."""
+    """Read the configuration, meet the other ranks, train.
+
+    Exit codes: 0 done; 2 something that a user can mend; 3 another rank was lost; 75 stopped by SIGTERM, saved.
+    """
     parser = argparse.ArgumentParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
@@ -45,6 +49,9 @@ def main() -> None:
             raise
         reason = str(error).strip().split("\n")[0].split(". ")[0]
         _fail(f"trainer: rank {world.rank}: lost contact with another rank, whose own line says why ({reason})", 3)
+    if state.phase < len(phases):
+        said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
+        _fail(said if world.is_main else "", STOPPED)
     if world.is_main:
         print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
     leave(0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -125,15 +126,16 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(folder, shapes, tuple(names), tree["record"])
 
 
-def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
+def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer, world: World) -> None:
     """Fill this rank's masters and moments from any number of parts, in place.
 
-    Raises TrainerError when a part is damaged or the checkpoint is of another model.
+    The ranks share the proof of the parts, so it belongs inside :func:`~trainer.world.together`. Raises
+    TrainerError when a part is damaged or the checkpoint is of another model.
     """
     partition = optimizer.partition
     assert partition is not None
     _require_same_model(checkpoint, partition)
-    verify(checkpoint)
+    verify(checkpoint, world.rank, world.size)
     pieces = _Pieces(checkpoint)
     for buffer in partition.buffers:
         for kind, flat in _tensors(optimizer, buffer).items():
@@ -173,10 +175,13 @@ def find(path: Path) -> Checkpoint:
     return found
 
 
-def verify(checkpoint: Checkpoint) -> None:
-    """Prove every part by its sha256. Raises TrainerError with the name of the first damaged one."""
+def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
+    """Prove every ``ranks``-th part, from the ``rank``-th on, by its sha256.
+
+    Raises TrainerError with the name of the first damaged one.
+    """
     parts = json.loads((checkpoint.folder / "checkpoint.json").read_text(encoding="utf-8"))["parts"]
-    for part in parts:
+    for part in parts[rank::ranks]:
         if _sha256(checkpoint.folder / part["name"]) != part["sha256"]:
             raise TrainerError(
                 f"checkpoint {checkpoint.folder} is damaged: the sha256 of {part['name']} differs; remove this folder "
@@ -213,7 +218,7 @@ def _write_part(folder: Path, optimizer: LambertOptimizer, world: World) -> None
     path = folder / _part_name(world.rank, world.size)
     save_file(tensors, path, metadata={"starts": json.dumps(starts)})
     path.chmod(0o644)  # safetensors leaves it to its owner alone
-    _sync(path)
+    sync(path)
     # beside it, for rank 0, which writes the whole list: ranks share this folder and nothing else
     path.with_suffix(".json").write_text(
         json.dumps({"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}), encoding="utf-8"
@@ -239,15 +244,15 @@ def _publish(temporary: Path, final: Path, optimizer: LambertOptimizer, record: 
     for path in sidecars:
         path.unlink()
     (temporary / "checkpoint.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
-    _sync(temporary / "checkpoint.json")
-    _sync(temporary)
+    sync(temporary / "checkpoint.json")
+    sync(temporary)
     shutil.rmtree(final, ignore_errors=True)  # the same step, saved by an earlier attempt
     os.replace(temporary, final)
     pointer = final.parent / ".latest.tmp"
     pointer.write_text(final.name + "\n", encoding="utf-8")
-    _sync(pointer)
+    sync(pointer)
     os.replace(pointer, final.parent / "latest")
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _require_same_model(checkpoint: Checkpoint, partition: Partition) -> None:
@@ -288,19 +293,22 @@ class _Pieces:
         """Elements ``start … start + length`` of the flattened tensor, fp32. Raises TrainerError on a gap."""
         wanted = torch.empty(length)
         filled = 0
-        for low, piece in self._pieces(kind, name):
+        for low, piece in self._overlapping(kind, name, start, start + length):
             begin, end = max(low, start), min(low + piece.numel(), start + length)
-            if begin < end:
-                wanted[begin - start : end - start] = piece[begin - low : end - low]
-                filled += end - begin
+            wanted[begin - start : end - start] = piece[begin - low : end - low]
+            filled += end - begin
         if filled != length:
             raise TrainerError(f"checkpoint {self.folder} lacks {length - filled} elements of {kind}/{name}")
         return wanted
 
-    def _pieces(self, kind: str, name: str) -> Iterator[tuple[int, Tensor]]:
+    def _overlapping(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """(first element, flat piece) of the parts that hold any of the elements ``start … end``."""
+        key = f"{kind}/{name}"
         for file, starts in zip(self.files, self.starts, strict=True):
             if name in starts:
-                yield starts[name], file.get_tensor(f"{kind}/{name}").view(-1)
+                low = starts[name]
+                if low < end and start < low + math.prod(file.get_slice(key).get_shape()):
+                    yield low, file.get_tensor(key).view(-1)
 
 
 def _sha256(path: Path) -> str:
@@ -308,7 +316,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk itself."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

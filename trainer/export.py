@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.batch import MicroBatch
-from trainer.checkpoint import find, load_weights
+from trainer.checkpoint import find, load_weights, sync
 from trainer.errors import TrainerError
 from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face, unused_names
 from trainer.model import Bert, ModelConfig
@@ -71,10 +70,10 @@ def write_folder(
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer_folder / name, temporary / name)
     for path in (*temporary.iterdir(), temporary):
-        _sync(path)
+        sync(path)
     parity = check(temporary, weights, model) if proven else None
     temporary.replace(out)
-    _sync(out.parent)
+    sync(out.parent)
     return parity
 
 
@@ -178,14 +177,6 @@ def _check_tokenizer(folder: Path, model: ModelConfig) -> None:
     size = len((folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n"))
     if size != model.vocab_size:
         raise TrainerError(f"{folder / 'vocab.txt'} holds {size} tokens, the model has {model.vocab_size}")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- proof, by transformers ---------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class MetricsConfig:
 
     port: int | None = 9464  # of the node's exporter; null switches it off
     address: str = "0.0.0.0"
-    log_every_steps: int = 10  # ranks talk to one another about numbers only then
+    log_every_steps: int = 10  # ranks talk to one another about numbers, and about a SIGTERM, only then
     print_seconds: float = 3.0  # between two progress lines, at least
 
     def problems(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from contextlib import closing
@@ -22,7 +23,10 @@ from trainer.evaluate import evaluate
 from trainer.metrics import Metrics
 from trainer.schedule import learning_rate
 from trainer.state import TrainState
+from trainer.stop import Stop
 from trainer.world import World, broadcast_text, together
+
+ENDED = "ended.json"  # in the run's folder: {"how": "done" or "stopped", "step": …}
 
 
 class Run:
@@ -31,17 +35,13 @@ class Run:
     def __init__(self, config: Config, phases: list[PhaseData], world: World) -> None:
         self.config, self.phases, self.world = config, phases, world
         self.folder = Path(config.run.folder)
+        self.stop = Stop(world, config.metrics.log_every_steps)
         self.metrics = together(self._open_folder, world)
         self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed)
 
     def _open_folder(self) -> Metrics:
-        """Rank 0 leaves the resolved configuration and the tokenizer where the checkpoints will be."""
         if self.world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = yaml.safe_dump(to_tree(self.config), sort_keys=False)
-            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
-            tokenizer = self.phases[0].loader.folder / TOKENIZER_FOLDER
-            shutil.copytree(tokenizer, self.folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
         target = sum(phase.steps for phase in self.config.phases)
         return Metrics(self.config.metrics, self.folder, self.config.model, target, self.world)
 
@@ -82,7 +82,7 @@ class Run:
         found = checkpoint.read(folder)
         record = found.record
         _require_same_run(record, self._identity(), folder)
-        checkpoint.restore(found, self.engine.optimizer)
+        checkpoint.restore(found, self.engine.optimizer, self.world)
         if record["precision"] == self.engine.precision:  # the scale of another precision says nothing here
             scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
             self.engine.loss_scale = replace(self.engine.loss_scale, scale=scale, good_steps=good_steps)
@@ -115,6 +115,13 @@ class Run:
         batches = data.heldout.sweep(self.config.evaluation.micro_batch)
         self.metrics.heldout(state, evaluate(self.engine.model, batches, self.world.device))
 
+    def end(self, state: TrainState) -> None:
+        """Leave word of how the run ended; a run that was killed leaves none."""
+        self.metrics.flush()
+        if self.world.is_main:
+            how = "done" if state.phase == len(self.phases) else "stopped"
+            (self.folder / ENDED).write_text(json.dumps({"how": how, "step": state.step}) + "\n", encoding="utf-8")
+
     def _identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that goes on from it."""
         model = asdict(self.config.model)
@@ -145,11 +152,15 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
                 run.metrics.step(state, batch, result, rate)
                 if not result.applied:
                     continue  # the data moved on; nothing else did
+                stopping = run.stop.agreed(state)
                 run.evaluate(state, data, due=done)
-                run.save(state, due=done)
-                if done:
+                run.save(state, due=done or stopping)
+                if done or stopping:
                     break
         state = state.entering(config.phases)
+        if stopping:
+            break
+    run.end(state)
     return state
 
 
@@ -174,9 +185,17 @@ def _require_same_run(record: dict[str, Any], ours: dict[str, Any], folder: Path
         )
 
 
+def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
+    (folder / ENDED).unlink(missing_ok=True)
+    text = yaml.safe_dump(to_tree(config), sort_keys=False)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    shutil.copytree(data.loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
+
+
 def _describe(run: Run, state: TrainState) -> None:
-    """Say once what really runs."""
+    """Say once what really runs, and leave the resolved configuration and the tokenizer beside the checkpoints."""
     config, chosen = run.config, backend.resolve()
+    together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
     run.metrics.describe(
         state,
         {
