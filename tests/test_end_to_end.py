@@ -1,4 +1,4 @@
-"""The whole line under the real launcher: text → shards → two ranks → SIGKILL → resume → export; and bad input."""
+"""The whole line under the real launcher: text → shards → two ranks, killed, stopped, resumed → export; bad input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from data_prep.shards import shard_name, tar_path
 from trainer.report import read_lines
 
 STEPS = (60, 40)  # of the two phases
-TIMEOUT = 120
+TIMEOUT = 240
 
 
 @pytest.fixture
