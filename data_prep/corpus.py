@@ -52,7 +52,7 @@ def find_sources(inputs: Iterable[Path], where: Where = None) -> list[Source]:
     sources: list[Source] = []
     for given in inputs:
         if not given.exists():
-            raise DataError(f"input {given} does not exist")
+            raise DataError(f"input {given} does not exist: check --input")
         if given.is_dir():
             sources += [Source(given / name, name) for name in sorted(_texts_below(given))]
         elif _format(given) in FORMATS:

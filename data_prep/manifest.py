@@ -105,7 +105,8 @@ def load_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DataError(
-            f"{folder} holds no {MANIFEST} ({error.strerror}): not a data set, or its build has not ended"
+            f"{folder} holds no {MANIFEST} ({error.strerror}): not a data set, or its build has not ended; build it or "
+            "name another"
         ) from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error})") from None

@@ -241,6 +241,8 @@ def padded_logits(theirs: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 def load_transformers(folder: Path) -> Any:
     """The folder's BertForPreTraining in fp32, evaluating; TrainerError if a name is missing or foreign."""
+    if not (folder / "config.json").is_file():  # transformers would look for a model of this name elsewhere
+        raise TrainerError(f"{folder} holds no config.json: name the folder of a Hugging Face model")
     from transformers import BertForPreTraining
     from transformers.utils import logging as reports
 
