@@ -261,3 +261,11 @@ def test_a_pickled_state_dict_is_read_without_running_code(tokenizer: Path) -> N
     (folder / "model.safetensors").unlink()
     weights, _ = export.read_folder(folder)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_tokenizer_stops_where_the_models_positions_end(tokenizer: Path) -> None:
+    """A longer text is cut, not an index error inside the model."""
+    folder = written(tokenizer)
+    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert loaded.model_max_length == TINY.max_positions
+    assert fill_masks(folder, ["[MASK] " + "w1 " * 1000], top=1)

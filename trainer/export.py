@@ -69,6 +69,9 @@ def write_folder(
     (temporary / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
     for name in _TOKENIZER_FILES:
         shutil.copyfile(tokenizer_folder / name, temporary / name)
+    settings = temporary / "tokenizer_config.json"
+    limit = {"model_max_length": model.max_positions}  # what the model can take, whatever the tokenizer said
+    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | limit, indent=2) + "\n", "utf-8")
     for path in (*temporary.iterdir(), temporary):
         sync(path)
     parity = check(temporary, weights, model) if proven else None
