@@ -7,6 +7,8 @@ import sys
 import time
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from trainer.config import load
 from trainer.data import open_phases
 from trainer.engine import resolve_precision
@@ -58,8 +60,6 @@ def main() -> None:
 
 
 def _lost_contact(error: RuntimeError) -> bool:
-    import torch.distributed as dist
-
     signs = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out", "Socket")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 

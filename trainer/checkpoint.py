@@ -31,12 +31,11 @@ from torch import Tensor
 
 from trainer.errors import TrainerError
 from trainer.model import Bert, ModelConfig
-from trainer.optimizer import MOMENTS, LambertOptimizer
+from trainer.optimizer import LambertOptimizer
 from trainer.partition import Buffer, Partition, Slice
 from trainer.world import World, together
 
 FORMAT, VERSION = "lambert-checkpoint", 1
-KINDS = ("weight", *MOMENTS)
 _NAME = re.compile(r"step-\d{8,}")
 
 

@@ -98,7 +98,7 @@ class Run:
             "state": asdict(state),
             "loss_scale": asdict(self.engine.loss_scale),
             "precision": self.engine.precision,
-            "optimizer": {"name": self.config.optimizer.name, "steps": self.engine.optimizer.steps},
+            "optimizer": {"steps": self.engine.optimizer.steps},
             "identity": self._identity(),
             "config": to_tree(self.config),
         }
