@@ -2,29 +2,43 @@
 
 A share of the ordinary tokens is to be predicted; of these 80 % become [MASK], 10 % a random ordinary token
 and 10 % stay. Control tokens, padding and [UNK] are never predicted and never a replacement. Every draw is
-keyed by (seed, sample number, position), so a mask does not depend on the shard or process that makes it.
+keyed by (seed, sample number, position), so a mask does not depend on the shard or process that makes it,
+nor on the samples beside it. What is masked together is the unit:
+
+    token   each on its own, as in the paper
+    word    all pieces of a word: `create_masked_lm_predictions` in BERT's repository, since May 2019
+    ngram   runs of one to three words, p(n) ~ 1/n: Lan et al., "ALBERT" (2020), section 4.1
+    span    runs of one to ten words, p(n) ~ 0.8**n: Joshi et al., "SpanBERT" (2020), section 3.1
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.draws import bits, uniform
 from data_prep.errors import DataError
-from data_prep.pairs import SPECIALS_IN_PAIR
 from data_prep.settings import Settings
 from data_prep.shards import Sample
 from data_prep.store import Store
 from data_prep.tokenizer import SpecialIds
 
-CHOICE, KIND, RANDOM = 0x6D61736B, 0x6B696E64, 0x72616E64  # streams of draws: "mask", "kind", "rand"
+# Streams of draws: "mask", "kind", "rand", "leng".
+CHOICE, KIND, RANDOM, LENGTH = 0x6D61736B, 0x6B696E64, 0x72616E64, 0x6C656E67
 TO_MASK, TO_RANDOM = 0.8, 0.1  # the rest stays
+RUNS = {  # how often a run has 1, 2, ... words, up to a factor
+    "word": np.ones(1),
+    "ngram": 1 / np.arange(1, 4),
+    # Geo(0.2), without what is longer than 10: its mean is the paper's 3.8, which min(n, 10) would raise to 4.5.
+    "span": 0.8 ** np.arange(10),
+}
 POSITION_BITS = np.uint64(0xFFFF)  # of a draw
-TOKENS_AT_ONCE = 1 << 17  # of the samples made together
+LAST = ~np.uint64(0)  # the draw of what cannot be chosen
+TOKENS_AT_ONCE = 1 << 17  # of the samples masked together
 
 
 @dataclass(frozen=True)
@@ -36,88 +50,297 @@ class Vocabulary:
     ordinary: NDArray[np.int32]  # their ids, ascending
 
 
-def make_vocabulary(vocab_size: int, specials: SpecialIds) -> Vocabulary:
-    """Raises DataError for fewer than two ordinary tokens: a random replacement would have no choice."""
+@dataclass(frozen=True)
+class Masking:
+    """What is to be masked of a sample."""
+
+    unit: str  # token, word, ngram or span
+    share: float  # of the ordinary tokens
+    most: int  # tokens: no sample has more
+
+
+class Words(NamedTuple):
+    """The words of a rectangle [B, S] of tokens, row by row. A flat position is row * S + position."""
+
+    begins: NDArray[np.int64]  # [W] flat position of a word's first token
+    ends: NDArray[np.int64]  # [W] and behind its last
+    rows: NDArray[np.int64]  # [W]
+    positions: NDArray[np.int64]  # [W] of the first token in its row
+    whole: NDArray[np.bool_]  # [W] every token is an ordinary one
+
+
+def make_vocabulary(vocab_size: int, never: Sequence[int], mask: int) -> Vocabulary:
+    """Of ids 0..vocab_size-1 those in ``never``, and ``mask``, are never predicted and never a replacement.
+
+    Raises DataError for fewer than two ordinary tokens: a random replacement would have no choice.
+    """
     is_ordinary = np.ones(vocab_size, np.bool_)
-    is_ordinary[list(astuple(specials))] = False
+    is_ordinary[[*never, mask]] = False
     ordinary = np.flatnonzero(is_ordinary).astype(np.int32)
     if len(ordinary) < 2:
         raise DataError(
             f"the vocabulary of {vocab_size} pieces is too small for random replacement: it needs 2 beside "
-            "the control tokens; train a larger one"
+            "control tokens, [UNK] and [unused] pieces; train a larger one"
         )
-    return Vocabulary(specials.mask, is_ordinary, ordinary)
+    return Vocabulary(mask, is_ordinary, ordinary)
 
 
 def make_samples(
-    store: Store, pairs: NDArray[np.void], first: int, vocab_size: int, specials: SpecialIds, settings: Settings
+    store: Store,
+    pairs: NDArray[np.void],
+    first: int,
+    vocabulary: Vocabulary,
+    specials: SpecialIds,
+    settings: Settings,
 ) -> Iterator[Sample]:
-    """The samples numbered ``first``, ``first + 1``, ... of ``pairs``, PAIR[samples]."""
-    vocabulary = make_vocabulary(vocab_size, specials)
+    """The samples numbered ``first``, ``first + 1``, ... of ``pairs``, PAIR[samples], in which 0 tokens mean no B."""
+    masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
     step = max(1, TOKENS_AT_ONCE // settings.sequence_length)
     for start in range(0, len(pairs), step):
         rows = pairs[start : start + step]
+        ids, continues = _lay_out(store, rows, specials)  # (B, S), (B, S)
         numbers = first + start + np.arange(len(rows))
-        ids = _lay_out(store, rows, specials)  # (B, S)
-        chosen = choose_positions(ids, numbers, vocabulary, settings.seed, settings.masked_share)  # (B, S)
-        row, position = np.nonzero(chosen)  # (P,), (P,): row by row, ascending
-        replacements = replace(ids[chosen], numbers[row], position, vocabulary, settings.seed)  # (P,)
-        positions = position.astype(np.int32)
-        lengths = (rows["a_length"] + rows["b_length"] + SPECIALS_IN_PAIR).tolist()
-        splits, is_next = (rows["a_length"] + 2).tolist(), rows["is_next"].tolist()
-        begin = 0
-        for i, end in enumerate(np.cumsum(chosen.sum(axis=1)).tolist()):
-            yield Sample(ids[i, : lengths[i]], splits[i], is_next[i], positions[begin:end], replacements[begin:end])
-            begin = end
+        masks = _mask(ids, continues, numbers, vocabulary, masking, settings.seed)
+        splits = rows["a_length"] + 2
+        lengths = splits + rows["b_length"] + (rows["b_length"] > 0)
+        shapes = zip(lengths.tolist(), splits.tolist(), rows["is_next"].tolist(), masks, strict=True)
+        for i, (n, split, is_next, (positions, replacements)) in enumerate(shapes):
+            yield Sample(ids[i, :n], split, is_next, positions, replacements, continues[i, :n])
 
 
-def choose_positions(
-    ids: NDArray[np.int32], samples: NDArray[np.int64], vocabulary: Vocabulary, seed: int, share: float
-) -> NDArray[np.bool_]:
-    """Which tokens are to be predicted: max(1, round(share * ordinary tokens)) of each row that has any.
+def remask(
+    samples: Sequence[Sample], numbers: NDArray[np.int64], vocabulary: Vocabulary, masking: Masking, seed: int
+) -> list[Sample]:
+    """The samples under other masks, drawn as `make_samples` draws them: its seed and numbers give its masks.
 
     Args:
-        ids: [B, S], padded with a control token.
+        numbers: [samples] of each in the data set.
+        seed: for dynamic masks, another one in each epoch.
+    """
+    lengths = np.array([len(sample.ids) for sample in samples])
+    step = max(1, TOKENS_AT_ONCE // int(lengths.max(initial=1)))
+    masked: list[Sample] = []
+    for start in range(0, len(samples), step):
+        block, ends = samples[start : start + step], lengths[start : start + step, None]
+        there = np.arange(ends.max()) < ends  # (B, S)
+        ids = np.full(there.shape, vocabulary.mask, np.int32)  # as padding any id that is not ordinary will do
+        ids[there] = np.concatenate([sample.ids for sample in block])
+        continues = np.zeros(there.shape, np.bool_)
+        continues[there] = np.concatenate([sample.continues for sample in block])
+        masks = _mask(ids, continues, numbers[start : start + step], vocabulary, masking, seed)
+        masked += [
+            Sample(old.ids, old.split, old.is_next, positions, replacements, old.continues)
+            for old, (positions, replacements) in zip(block, masks, strict=True)
+        ]
+    return masked
+
+
+def maskable(
+    ids: NDArray[np.integer[Any]],
+    continues: NDArray[Any],
+    lengths: NDArray[np.int64],
+    vocabulary: Vocabulary,
+    masking: Masking,
+) -> NDArray[np.bool_]:
+    """Which segments hold something that `choose` can choose: a token, or a word of at most ``masking.most``.
+
+    Args:
+        ids, continues: [tokens] of all segments, one after the other. A word does not go on into the next one.
+        lengths: [segments] tokens; 0 for an empty one.
+    """
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    targets = vocabulary.is_ordinary[ids]  # (tokens,)
+    if masking.unit != "token" and len(ids):
+        goes_on = continues != 0
+        goes_on[begins[lengths > 0]] = False
+        words = _find_words(targets[None], goes_on[None])
+        targets = np.zeros(len(ids), np.bool_)
+        targets[words.begins] = words.whole & (words.ends - words.begins <= masking.most)
+    before = np.append(0, np.cumsum(targets))  # (tokens + 1,)
+    found: NDArray[np.bool_] = before[ends] > before[begins]
+    return found
+
+
+def choose(
+    ids: NDArray[np.int32],
+    continues: NDArray[np.bool_],
+    samples: NDArray[np.int64],
+    vocabulary: Vocabulary,
+    masking: Masking,
+    seed: int,
+) -> NDArray[np.int32]:
+    """Which tokens are to be predicted: of a row max(1, round(share * ordinary tokens)), and at most ``most``.
+
+    Unit token chooses exactly so many. The other units try a row's words in random order, each with the words
+    that make up its run. A run has fewer words where it would meet a chosen one, a token that is not ordinary,
+    the row's end, or the number of tokens; if not even one fits, the next word is tried. Where every word has
+    more tokens than are wanted, the shortest of at most ``most`` is taken.
+
+    Args:
+        ids: [B, S], padded with any id that is not ordinary.
+        continues: [B, S] where a token continues the word before it; False at control tokens and behind them.
         samples: [B] sample numbers.
     Returns:
-        bool[B, S].
+        int32[B, S]: -1 where not chosen, else the position at which its run starts (unit token: its own).
     """
     ordinary = vocabulary.is_ordinary[ids]  # (B, S)
-    column = np.arange(ids.shape[1], dtype=np.uint64)
-    draws = bits(seed, CHOICE, samples[:, None], column)  # (B, S)
-    draws = draws & ~POSITION_BITS | column  # no two of a row are equal
     available = ordinary.sum(axis=1)
-    counts = np.minimum(np.maximum(np.rint(share * available), 1), available).astype(np.int64)
-    lowest = np.sort(np.where(ordinary, draws, ~np.uint64(0)), axis=1)
-    limit = lowest[np.arange(len(ids)), counts - 1]  # (B,)
-    chosen: NDArray[np.bool_] = ordinary & (draws <= limit[:, None])
-    return chosen
+    budget = np.minimum(np.maximum(np.rint(masking.share * available), 1), masking.most).astype(np.int64)  # (B,)
+    if masking.unit == "token":
+        return _choose_tokens(ordinary, samples, np.minimum(budget, available), seed)
+    words = _find_words(ordinary, continues)
+    draws = bits(seed, CHOICE, samples[words.rows], words.positions)  # (W,)
+    ends = _take_runs(words, draws, _draw_lengths(words, samples, masking.unit, seed), budget)
+    sizes = ends - words.begins  # (W,) tokens of the run that starts there
+    shortest = _find_shortest(words, draws, np.bincount(words.rows, sizes) == 0, masking.most)
+    sizes[shortest] = words.ends[shortest] - words.begins[shortest]
+    tokens = np.repeat(words.begins - (np.cumsum(sizes) - sizes), sizes)
+    tokens += np.arange(len(tokens))
+    spans = np.full(ids.size, -1, np.int32)
+    spans[tokens] = np.repeat(words.positions, sizes)
+    return spans.reshape(ids.shape)
 
 
 def replace(
     labels: NDArray[np.int32],
     samples: NDArray[np.int64],
-    positions: NDArray[np.int64],
+    positions: NDArray[np.integer[Any]],
+    spans: NDArray[np.integer[Any]],
     vocabulary: Vocabulary,
+    masking: Masking,
     seed: int,
 ) -> NDArray[np.int32]:
-    """What stands in place of ``labels`` in the masked input. All arrays are [P], one entry a position."""
-    kind = uniform(seed, KIND, samples, positions)
+    """What stands in place of ``labels`` in the masked input. All arrays are [P], one entry a position.
+
+    Args:
+        spans: from `choose`. All tokens of a run of unit span become [MASK], or random tokens, or stay; with the
+            other units each position draws this for itself.
+    """
+    kind = uniform(seed, KIND, samples, spans if masking.unit == "span" else positions)
     pick = uniform(seed, RANDOM, samples, positions) * len(vocabulary.ordinary)
     random = vocabulary.ordinary[pick.astype(np.int64)]
     changed = np.where(kind < TO_MASK, np.int32(vocabulary.mask), random)
     return np.where(kind < TO_MASK + TO_RANDOM, changed, labels)
 
 
-def _lay_out(store: Store, pairs: NDArray[np.void], specials: SpecialIds) -> NDArray[np.int32]:
-    """[CLS] A [SEP] B [SEP] of each pair, int32[B, S], padded with [PAD] to the longest."""
+def _choose_tokens(
+    ordinary: NDArray[np.bool_], samples: NDArray[np.int64], counts: NDArray[np.int64], seed: int
+) -> NDArray[np.int32]:
+    """`choose` for unit token; ``counts``, [B], are no larger than a row's ordinary tokens."""
+    column = np.arange(ordinary.shape[1], dtype=np.uint64)
+    draws = bits(seed, CHOICE, samples[:, None], column)  # (B, S)
+    draws = draws & ~POSITION_BITS | column  # no two of a row are equal
+    lowest = np.sort(np.where(ordinary, draws, LAST), axis=1)
+    # A count of 0 reads the last column: no token of the row is ordinary, so any limit will do.
+    limit = lowest[np.arange(len(ordinary)), counts - 1]  # (B,)
+    return np.where(ordinary & (draws <= limit[:, None]), column.astype(np.int32), np.int32(-1))
+
+
+def _find_words(ordinary: NDArray[np.bool_], continues: NDArray[np.bool_]) -> Words:
+    """The words of a rectangle, both [B, S]; each row starts one."""
+    starts = ~continues
+    starts[:, 0] = True
+    begins = np.flatnonzero(starts)
+    ends = np.append(begins[1:], starts.size)
+    rows, positions = np.divmod(begins, starts.shape[1])
+    return Words(begins, ends, rows, positions, np.logical_and.reduceat(ordinary.ravel(), begins))
+
+
+def _draw_lengths(words: Words, samples: NDArray[np.int64], unit: str, seed: int) -> NDArray[np.int64]:
+    """Of how many words the run is to be that starts at each word, int64[W]."""
+    chances = np.cumsum(RUNS[unit])
+    draws = uniform(seed, LENGTH, samples[words.rows], words.positions)
+    return 1 + np.searchsorted(chances / chances[-1], draws, side="right")
+
+
+def _take_runs(
+    words: Words, draws: NDArray[np.uint64], lengths: NDArray[np.int64], budget: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The flat end of the run that starts at each word, int64[W]; where none does, the word's own begin.
+
+    Args:
+        draws: [W] the order in which the words of a row are tried.
+        lengths: [W] words that the run is to have.
+        budget: [B] tokens to take of a row.
+    """
+    begins, ends, rows, _, whole = words
+    counts = np.bincount(rows, minlength=len(budget))
+    first = np.cumsum(counts) - counts  # (B,) word of a row
+    number = np.arange(len(rows)) - first[rows]  # (W,) of a word in its row
+    last = first[rows] + np.minimum(number + lengths, counts[rows]) - 1  # (W,) word of the run
+    order = np.full((len(budget), counts.max()), LAST)
+    order[rows[whole], number[whole]] = (draws & ~POSITION_BITS | number.astype(np.uint64))[whole]
+    order = (np.sort(order, axis=1) & POSITION_BITS).astype(np.int64) + first[:, None]  # whole words first
+    tries = np.bincount(rows[whole], minlength=len(budget))  # (B,)
+
+    following = np.arange(lengths.max())
+    free, left, run_ends = whole.copy(), budget.copy(), begins.copy()
+    active, turn = np.flatnonzero(tries), 0  # the rows that are not full
+    while len(active):
+        word = order[active, turn]  # (R,)
+        run = np.minimum(word[:, None] + following, last[word, None])  # (R, words), the last one repeated
+        fits = free[run] & (ends[run] <= (begins[word] + left[active])[:, None])
+        fits = np.logical_and.accumulate(fits, axis=1)
+        free[run[fits]] = False
+        run_ends[word] = np.where(fits, ends[run], begins[word, None]).max(axis=1)
+        left[active] -= run_ends[word] - begins[word]
+        turn += 1
+        active = active[(left[active] > 0) & (tries[active] > turn)]
+    return run_ends
+
+
+def _find_shortest(words: Words, draws: NDArray[np.uint64], wanted: NDArray[np.bool_], most: int) -> NDArray[np.int64]:
+    """In the rows that are ``wanted``, [B], the shortest whole word of at most ``most`` tokens, if there is one."""
+    sizes = words.ends - words.begins
+    found = np.flatnonzero(wanted[words.rows] & words.whole & (sizes <= most))
+    found = found[np.lexsort((draws[found], sizes[found], words.rows[found]))]
+    return found[np.unique(words.rows[found], return_index=True)[1]]
+
+
+def _mask(
+    ids: NDArray[np.int32],
+    continues: NDArray[np.bool_],
+    numbers: NDArray[np.int64],
+    vocabulary: Vocabulary,
+    masking: Masking,
+    seed: int,
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    """Positions and replacements of each row of a rectangle, the arguments as in `choose`."""
+    spans = choose(ids, continues, numbers, vocabulary, masking, seed)  # (B, S)
+    row, position = np.divmod(np.flatnonzero(spans >= 0), ids.shape[1])  # (P,), (P,): row by row, ascending
+    labels, runs = ids[row, position], spans[row, position]
+    replacements = replace(labels, numbers[row], position, runs, vocabulary, masking, seed)
+    positions = position.astype(np.int32)
+    begin = 0
+    for end in np.cumsum(np.bincount(row, minlength=len(ids))).tolist():
+        yield positions[begin:end], replacements[begin:end]
+        begin = end
+
+
+def _lay_out(
+    store: Store, pairs: NDArray[np.void], specials: SpecialIds
+) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """[CLS] A [SEP] B [SEP] of each pair, or [CLS] A [SEP], padded with [PAD] to the longest.
+
+    Returns:
+        The ids, int32[B, S], and where a token continues the word before it, bool[B, S]: never at a control token
+        and never at the start of A and of B, though a pair that was cut may start inside a word.
+    """
     a_length, b_length = pairs["a_length"][:, None], pairs["b_length"][:, None]  # (B, 1)
-    column = np.arange(int((a_length + b_length).max()) + SPECIALS_IN_PAIR)  # (S,)
-    last = a_length + b_length + 2
-    ids = np.full((len(pairs), len(column)), specials.pad, np.int32)
+    middle = a_length + 1  # [SEP]
+    last = middle + b_length + (b_length > 0)
+    column = np.arange(int(last.max()) + 1)  # (S,)
+    text = (column > 0) & (column < last) & (column != middle)  # (B, S)
+    starts = np.stack([pairs["a_start"], pairs["b_start"]], axis=1).ravel()
+    lengths = np.stack([pairs["a_length"], pairs["b_length"]], axis=1).ravel()
+    ids = np.full(text.shape, specials.pad, np.int32)
     ids[:, 0] = specials.cls
-    ids[(column == a_length + 1) | (column == last)] = specials.sep
+    ids[(column == middle) | (column == last)] = specials.sep
     # A boolean index goes row by row, as `gather` does.
-    ids[(column >= 1) & (column <= a_length)] = store.gather(pairs["a_start"], pairs["a_length"])
-    ids[(column >= a_length + 2) & (column < last)] = store.gather(pairs["b_start"], pairs["b_length"])
-    return ids
+    ids[text] = store.gather(store.ids, starts, lengths)
+    continues = np.zeros(text.shape, np.bool_)
+    continues[text] = store.gather(store.continues, starts, lengths)
+    continues[:, 1] = False
+    continues[column == middle + 1] = False
+    return ids, continues
