@@ -1,4 +1,4 @@
-"""The shard format: the contract between data preparation and training.
+"""The shard format, version 2: the contract between data preparation and training.
 
 A shard is a tar of samples, one member each, with an index beside it:
 
@@ -7,9 +7,11 @@ A shard is a tar of samples, one member each, with an index beside it:
 
 A member is a one-dimensional .npy array of uint16 (uint32 for a vocabulary above 65,536):
 
-    n, split, is_next, m, ids[n], positions[m], replacements[m]
+    n, split, is_next, m, ids[n], positions[m], replacements[m], continues[ceil(n / 16)]
 
-so stock `webdataset` reads it with its own decoders, and an index entry reads it in O(1) and proves it.
+where bit i % 16 of word i // 16 of ``continues`` says whether token i continues the word of the token before
+it; a word has 16 bits in both types. So stock `webdataset` reads a shard with its own decoders, and an index
+entry reads a sample in O(1) and proves it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +33,23 @@ from data_prep.atomic import replacing
 from data_prep.errors import DataError
 
 PREFIX = "shard-"
+NO_PAIR = 2  # is_next of a sample of one segment: there is no second task
 BLOCK = 512  # of a tar: a header is one, data are padded to a multiple
 ARCHIVE_END = 2 * BLOCK  # zeros
 HEADER = 128  # bytes of .npy header before a sample's numbers
 DESCR = slice(21, 24)  # of the header
 DTYPES: dict[bytes, np.dtype[Any]] = {b"<u2": np.dtype("<u2"), b"<u4": np.dtype("<u4")}
 NUMBERS = 4  # n, split, is_next, m
-TAR_PARTS = (  # of a header: between name and size, between size and checksum, after that
-    bytes(100 - 16) + b"0000644\0" + 2 * b"0000000\0",
-    b"\0" + b"%011o\0" % 0,
-    b"0" + bytes(100) + b"ustar\00000" + bytes(BLOCK - 265),
+WORD = 16  # bits of ``continues`` in one number
+ENCODED_AT_ONCE = 512  # samples
+NAME, SIZE, CHECKSUM = slice(0, 12), slice(124, 135), slice(148, 154)  # of a tar header: digits
+# A ustar header (POSIX.1-1988) with these digits left out: mode 0644, owner 0, time 0. Its checksum counts itself as
+# spaces.
+TAR_HEADER = np.frombuffer(
+    (bytes(12) + b".npy" + bytes(84) + b"0000644\0" + 2 * b"0000000\0" + bytes(11) + b"\0" + 11 * b"0" + b"\0")
+    + (8 * b" " + b"0" + bytes(100) + b"ustar\00000" + bytes(BLOCK - 265)),
+    np.uint8,
 )
-CHECKSUM = sum(map(sum, TAR_PARTS)) + 8 * ord(" ")  # a header's checksum counts itself as spaces
 
 
 class Column(IntEnum):
@@ -57,13 +65,14 @@ class Column(IntEnum):
 
 @dataclass(frozen=True)
 class Sample:
-    """A pair with its static mask. The labels are ``ids[positions]``."""
+    """A pair, or one segment, with its static mask. The labels are ``ids[positions]``."""
 
-    ids: NDArray[np.int32]  # [n] unmasked: [CLS] A [SEP] B [SEP]
+    ids: NDArray[np.int32]  # [n] unmasked: [CLS] A [SEP] B [SEP], or [CLS] A [SEP]
     split: int  # length of [CLS] A [SEP]
-    is_next: int  # 1: B follows A; 0: B is from another document
+    is_next: int  # 1: B follows A; 0: B is from another document, or swapped with A; NO_PAIR: there is no B
     positions: NDArray[np.int32]  # [m] ascending
     replacements: NDArray[np.int32]  # [m] what stands there in the masked input
+    continues: NDArray[np.bool_]  # [n] whether a token continues the word of the one before it
 
 
 def shard_name(number: int) -> str:
@@ -81,17 +90,6 @@ def index_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.idx.npy"
 
 
-def encode_sample(sample: Sample, dtype: DTypeLike) -> bytes:
-    """The member of a sample; ``dtype`` is <u2 or <u4."""
-    n, m = len(sample.ids), len(sample.positions)
-    numbers = np.empty(NUMBERS + n + 2 * m, dtype)
-    numbers[:NUMBERS] = n, sample.split, sample.is_next, m
-    numbers[NUMBERS : NUMBERS + n] = sample.ids
-    numbers[NUMBERS + n : NUMBERS + n + m] = sample.positions
-    numbers[NUMBERS + n + m :] = sample.replacements
-    return _npy_header(numbers.dtype.str, len(numbers)) + numbers.tobytes()
-
-
 def decode_sample(buffer: bytes | memoryview) -> Sample:
     """The sample of a member. Raises DataError if it is none; the index's CRC32 proves the rest."""
     header = bytes(buffer[:HEADER])
@@ -99,29 +97,33 @@ def decode_sample(buffer: bytes | memoryview) -> Sample:
     size, rest = divmod(len(buffer) - HEADER, dtype.itemsize)
     if rest or size < NUMBERS or header != _npy_header(dtype.str, size):
         raise DataError(f"no sample: {len(buffer)} bytes do not fit its .npy header")
-    numbers = np.frombuffer(buffer, dtype, offset=HEADER).astype(np.int32)
+    numbers = np.frombuffer(buffer, dtype, offset=HEADER)
     n, split, is_next, m = numbers[:NUMBERS].tolist()
-    if size != NUMBERS + n + 2 * m or not 0 < split < n or is_next > 1:
+    a, b, c = NUMBERS + n, NUMBERS + n + m, NUMBERS + n + 2 * m
+    if size != c + -(-n // WORD) or not 0 < split <= n or is_next > NO_PAIR or (split == n) != (is_next == NO_PAIR):
         raise DataError(f"no sample: {size} numbers for {n} tokens and {m} masked positions")
-    a, b = NUMBERS + n, NUMBERS + n + m
-    return Sample(numbers[NUMBERS:a], split, is_next, numbers[a:b], numbers[b:])
+    bits = numbers[c:].astype("<u2", copy=False).view(np.uint8)
+    continues = np.unpackbits(bits, count=n, bitorder="little").view(np.bool_)
+    numbers = numbers.astype(np.int32)
+    return Sample(numbers[NUMBERS:a], split, is_next, numbers[a:b], numbers[b:c], continues)
 
 
 def write_shard(folder: Path, name: str, first: int, samples: Iterable[Sample], dtype: DTypeLike) -> None:
-    """Writes the samples numbered from ``first``, then renames the index and at last the tar to its name."""
-    rows = []
+    """Writes the samples numbered from ``first``, then renames the index and at last the tar to its name.
+
+    ``dtype`` is <u2 or <u4; there is one sample at least.
+    """
+    rest, number, offset, rows = iter(samples), first, 0, []
     with replacing(tar_path(folder, name)) as tar:
-        offset = 0
-        for number, sample in enumerate(samples, start=first):
-            data = encode_sample(sample, dtype)
-            offset += BLOCK
-            rows.append((offset, len(data), len(sample.ids), len(sample.positions), zlib.crc32(data)))
-            padding = -len(data) % BLOCK
-            tar.write(_tar_header(number, len(data)) + data + bytes(padding))
-            offset += len(data) + padding
+        while block := list(islice(rest, ENCODED_AT_ONCE)):
+            data, index = _encode(block, number, np.dtype(dtype))
+            index[:, Column.OFFSET] += offset
+            tar.write(data)
+            rows.append(index)
+            number, offset = number + len(block), offset + len(data)
         tar.write(bytes(ARCHIVE_END))
-        with replacing(index_path(folder, name)) as index:
-            np.save(index, np.array(rows, np.int64), allow_pickle=False)
+        with replacing(index_path(folder, name)) as file:
+            np.save(file, np.concatenate(rows), allow_pickle=False)
 
 
 def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
@@ -150,12 +152,17 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     numbers = np.frombuffer(data, _dtype_of(data[BLOCK : BLOCK + HEADER]))
     first = (offset + HEADER) // numbers.itemsize  # (samples,) of each sample's numbers
     n, split, is_next, m = numbers[first[:, None] + np.arange(NUMBERS)].astype(np.int64).T
-    fits = (n == tokens) & (m == masked) & (size == HEADER + (NUMBERS + n + 2 * m) * numbers.itemsize)
-    wrong = np.flatnonzero(~fits | (split < 1) | (split >= n) | (is_next > 1))
+    words = -(-n // WORD)
+    fits = (n == tokens) & (m == masked) & (size == HEADER + (NUMBERS + n + 2 * m + words) * numbers.itemsize)
+    paired = (split > 0) & (split <= n) & (is_next <= NO_PAIR) & ((split == n) == (is_next == NO_PAIR))
+    wrong = np.flatnonzero(~(fits & paired))
     if len(wrong):
         raise DataError(f"{path}: sample {wrong[0]} is not the one in the index")
-    begins, ends = (first + NUMBERS).tolist(), (first + NUMBERS + n).tolist()
-    return index, is_next, np.concatenate([numbers[a:b] for a, b in zip(begins, ends, strict=True)])
+    last = numbers[first + NUMBERS + n + 2 * m + words - 1].astype(np.int64)  # word of ``continues``
+    wrong = np.flatnonzero(last >> (n - WORD * (words - 1)))
+    if len(wrong):
+        raise DataError(f"{path}: sample {wrong[0]} marks tokens that it does not have")
+    return index, is_next, numbers[_spread(first + NUMBERS, n)]
 
 
 def read_index(path: Path) -> NDArray[np.int64]:
@@ -167,6 +174,47 @@ def read_index(path: Path) -> NDArray[np.int64]:
     if index.dtype != np.int64 or index.ndim != 2 or index.shape[1] != len(Column) or not len(index):
         raise DataError(f"{path}: no index, but {index.dtype} of shape {index.shape}")
     return index
+
+
+def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[memoryview, NDArray[np.int64]]:
+    """The members of the samples numbered from ``number``, as they stand in a tar, and their index."""
+    n = np.array([len(sample.ids) for sample in samples])
+    m = np.array([len(sample.positions) for sample in samples])
+    words = -(-n // WORD)
+    count = NUMBERS + n + 2 * m + words  # (B,) numbers of each sample
+    size = HEADER + count * dtype.itemsize
+    room = BLOCK + size + -size % BLOCK
+    offset = np.cumsum(room) - room + BLOCK
+
+    data = np.zeros(room.sum(), np.uint8)
+    blocks = data.reshape(-1, BLOCK)
+    blocks[offset // BLOCK - 1] = _tar_headers(number + np.arange(len(samples)), size)
+    counts, which = np.unique(count, return_inverse=True)
+    headers = np.frombuffer(b"".join(_npy_header(dtype.str, c) for c in counts.tolist()), np.uint8)
+    blocks[offset // BLOCK, :HEADER] = headers.reshape(-1, HEADER)[which]
+
+    numbers, begin = data.view(dtype), (offset + HEADER) // dtype.itemsize
+    split, is_next = np.array([(sample.split, sample.is_next) for sample in samples]).T
+    numbers[begin[:, None] + np.arange(NUMBERS)] = np.stack([n, split, is_next, m], axis=1)
+    bits = np.zeros(WORD * words.sum(), np.bool_)
+    fields = np.stack([begin + NUMBERS, n, m, WORD * (np.cumsum(words) - words)], axis=1)
+    for sample, (at, tokens, masked, bit) in zip(samples, fields.tolist(), strict=True):
+        numbers[at : at + tokens] = sample.ids
+        numbers[at + tokens : at + tokens + masked] = sample.positions
+        numbers[at + tokens + masked : at + tokens + 2 * masked] = sample.replacements
+        bits[bit : bit + tokens] = sample.continues
+    numbers[_spread(begin + count - words, words)] = np.packbits(bits, bitorder="little").view("<u2")
+
+    view = data.data
+    crc = [zlib.crc32(view[a:b]) for a, b in zip(offset.tolist(), (offset + size).tolist(), strict=True)]
+    return view, np.stack([offset, size, n, m, np.array(crc)], axis=1)
+
+
+def _spread(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, ..., start + length - 1 of each row, one row after the other."""
+    before = np.cumsum(lengths) - lengths
+    spread: NDArray[np.int64] = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+    return spread
 
 
 def _dtype_of(header: bytes | memoryview) -> np.dtype[Any]:
@@ -184,8 +232,20 @@ def _npy_header(dtype: str, size: int) -> bytes:
     return file.getvalue()
 
 
-def _tar_header(number: int, size: int) -> bytes:
-    """A ustar header (POSIX.1-1988) of the file of sample ``number``: mode 0644, owner 0, time 0."""
-    name, octal = b"%012d.npy" % number, b"%011o" % size
-    checksum = b"%06o\0 " % (CHECKSUM + sum(name) + sum(octal))
-    return b"".join((name, TAR_PARTS[0], octal, TAR_PARTS[1], checksum, TAR_PARTS[2]))
+def _tar_headers(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The headers of the files of samples ``numbers``: uint8[B, BLOCK]."""
+    headers = np.tile(TAR_HEADER, (len(numbers), 1))
+    checksums = np.full(len(numbers), TAR_HEADER.sum(dtype=np.int64))
+    for place, values, base in ((NAME, numbers, 10), (SIZE, sizes, 8)):
+        digits = _digits(values, base, place.stop - place.start)
+        headers[:, place] = digits
+        checksums += digits.sum(axis=1)
+    headers[:, CHECKSUM] = _digits(checksums, 8, CHECKSUM.stop - CHECKSUM.start)
+    headers[:, CHECKSUM.stop] = 0
+    return headers
+
+
+def _digits(values: NDArray[np.int64], base: int, width: int) -> NDArray[np.int64]:
+    """The digits of each value as ASCII, [B, width]."""
+    digits: NDArray[np.int64] = values[:, None] // base ** np.arange(width)[::-1] % base + ord("0")
+    return digits

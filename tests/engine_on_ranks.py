@@ -34,7 +34,8 @@ def sample(number: int) -> Sample:
     ids = (5 + draw[1 : length + 1] % 85).astype(np.int32)
     masked = 1 + int(draw[190] % max(1, length // 3))
     positions = np.sort(np.argsort(draw[100 : 100 + length - 2])[:masked] + 1).astype(np.int32)
-    return Sample(ids, 3 + int(draw[191] % (length - 4)), int(draw[192] % 2), positions, np.full(masked, 4, np.int32))
+    split, replacements = 3 + int(draw[191] % (length - 4)), np.full(masked, 4, np.int32)
+    return Sample(ids, split, int(draw[192] % 2), positions, replacements, np.zeros(length, np.bool_))
 
 
 def cut(step: int, rank: int, size: int, micro_batches: int) -> tuple[list[MicroBatch], GlobalCounts]:
