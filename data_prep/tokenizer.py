@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
 LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
 BATCH = 128  # sentences encoded at once
+UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only fill up a vocabulary, as Google published BERT with
 MODEL = {  # what `transformers` takes for granted; these decide ids too, and the hash need not name them
     "type": "WordPiece",
     "unk_token": "[UNK]",
     "continuing_subword_prefix": CONTINUING,
     "max_input_chars_per_word": 100,
 }
+CLEANERS = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}  # `words.py` relies on them
 CLEANING = {  # names in tokenizer_config.json, and in the BertNormalizer of tokenizer.json
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -74,6 +77,12 @@ class Tokenizer:
         """The vocabulary in the order of its ids."""
         vocab = self.encoder.get_vocab()
         return sorted(vocab, key=vocab.__getitem__)
+
+    @property
+    def never(self) -> list[int]:
+        """Ids that are never predicted and never a random replacement: control tokens, [UNK] and [unusedN]."""
+        unused = [i for i, piece in enumerate(self.pieces) if UNUSED.fullmatch(piece)]
+        return sorted({*astuple(self.specials), *unused})
 
     def sha256(self) -> str:
         """Of what decides the ids: the vocabulary and the cleaning, not the layout of a file."""
@@ -137,8 +146,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(encoder, specials, settings)
 
 
-def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool) -> Tokenizer:
+def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
     """Learns a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
+
+    It is filled up with [unused0], [unused1], ... to a size that is a multiple of ``multiple_of`` (matrix products
+    are fastest for multiples of 8 to 64); these never stand in a text and are never predicted.
 
     `tokenizers` numbers the characters in the order of a hash table, which differs from run to run, and
     breaks ties by these numbers. So they are given to it in a fixed order, as if they were special.
@@ -161,7 +173,9 @@ def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool) -> Tokeni
     )
     encoder.train_from_iterator(_repeated(words), trainer)
     vocab = encoder.get_vocab()
-    encoder = _bert_encoder(sorted(vocab, key=vocab.__getitem__), settings)
+    learnt = sorted(vocab, key=vocab.__getitem__)
+    learnt += [f"[unused{i}]" for i in range(-len(learnt) % multiple_of)]
+    encoder = _bert_encoder(learnt, settings)
     return Tokenizer(encoder, SpecialIds(*range(len(SPECIALS))), settings)
 
 
@@ -209,6 +223,10 @@ def _read_encoder(path: Path) -> tuple[Encoder, dict[str, Any]]:
         found = model.get(name, "WordPiece" if name == "type" else None)  # files of 2020 do not say their type
         if found != wanted:
             raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found}")
+    for part, wanted in CLEANERS.items():
+        found = (parts.get(part) or {}).get("type")
+        if found != wanted:
+            raise DataError(f"{path}: wanted a {part} of type {wanted}, BERT's own, found {found}")
     bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     try:
         encoder = Encoder.from_str(json.dumps(parts | bare))

@@ -1,0 +1,63 @@
+"""The cache of words gives the tokenizer's own ids, for any text, and knows where words go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep import words
+from data_prep.cleaning import clean
+from data_prep.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data_prep.words import WordCache
+
+TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9|9 ^ ~"] * 5
+U2 = np.dtype("<u2")
+ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("aAé中喜 \u0301\u0345|,.#'İß")))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["cased", "uncased"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return train_tokenizer(TEXT, 150, cased=request.param)
+
+
+@given(sentences=st.lists(ANY_TEXT, max_size=8))
+def test_ids_are_the_tokenizers_own(tokenizer: Tokenizer, sentences: list[str]) -> None:
+    cleaned = [clean(sentence)[0] for sentence in sentences]
+    for given_words in (False, True):
+        encoded = WordCache(tokenizer, U2, given_words).encode(cleaned)
+        expected = list(tokenizer.encode(cleaned))
+        assert encoded.lengths.tolist() == [len(ids) for ids in expected]
+        assert encoded.ids.tolist() == [id for ids in expected for id in ids]
+        assert encoded.ids.dtype == U2 and encoded.continues.shape == encoded.ids.shape
+
+
+def test_a_full_cache_starts_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = WordCache(tokenizer, U2, given_words=False)
+    whole = [cache.encode([text]).ids.tolist() for text in TEXT]
+    monkeypatch.setattr(words, "MOST_CHARACTERS", 20)
+    small = WordCache(tokenizer, U2, given_words=False)
+    assert [small.encode([text]).ids.tolist() for text in TEXT] == whole
+    assert small.characters < cache.characters
+
+
+def test_without_a_separator_words_are_encoded_alone(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_tokenizer(tmp_path / "t", ["a", "##b"]))
+    encoded = WordCache(loaded, U2, given_words=False).encode(["ab a |", "", "ab"])
+    assert encoded.lengths.tolist() == [4, 0, 2]
+    assert encoded.ids.tolist() == [5, 6, 5, 1, 5, 6]
+
+
+def test_pieces_of_a_word_continue_it(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_tokenizer(tmp_path / "t", ["play", "##ing", ",", "我", "喜", "欢", "x"]))
+
+    def continues(text: str, given_words: bool) -> list[int]:
+        return list(WordCache(loaded, U2, given_words).encode([text, text]).continues)
+
+    assert continues("playing, play", False) == [0, 1, 0, 0] * 2
+    assert continues("我 喜欢 x喜欢", False) == [0] * 6 * 2
+    assert continues("我 喜欢 x喜欢", True) == [0, 0, 1, 0, 0, 1] * 2
