@@ -1,0 +1,122 @@
+"""Lines of a file that may be compressed (gzip, bzip2, xz, zstd), in bounded memory however long they are."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import zstandard
+
+from data_prep.errors import DataError
+
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what reading a damaged file raises
+NEAR = 1 << 12  # bytes: how far before its limit a line is cut at a space
+BLOCK_BYTES = 1 << 20
+READ_BYTES = 1 << 16  # at once from the disk
+ZSTD_BYTES = 1 << 10  # unpacked at once: they can come to 11 MB
+ZSTD_WINDOW = 1 << 31  # bytes: what `zstd --ultra --long=31` asks of a reader
+
+
+class Block(NamedTuple):
+    """Whole lines, parted by LF; or a piece of a line that is too long; or the rest of one, and whole lines."""
+
+    number: int  # of the first line, from 1
+    column: int  # bytes of the first line before this block
+    data: bytes  # without the LF at its end
+    ends: bool  # does the last line end here
+
+
+def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
+    """The lines of the file ``disk`` at ``path``, without a byte order mark, some at once for speed.
+
+    A line of more than ``longest`` bytes comes in pieces, cut before a space if there is one near, never within a
+    character. Memory is some times BLOCK_BYTES, or the length of the longest line if that is more. The position of
+    ``disk`` tells how much of the file has been read.
+
+    Raises DataError for a compressed file that is damaged, or cut off in the midst of a member or frame.
+    """
+    number, column, rest = 1, 0, b""
+    try:
+        file = _unpack(disk, path.suffix)
+        rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+        while more := file.read(max(BLOCK_BYTES, len(rest))):  # so a long line is not copied once a block
+            rest += more
+            while len(rest) > longest and rest.find(b"\n", 0, longest + 1) < 0:
+                end = _cut_before(rest, longest)
+                yield Block(number, column, rest[:end], False)
+                column, rest = column + end, rest[end:]
+            end = rest.rfind(b"\n")
+            if end >= 0:
+                yield Block(number, column, rest[:end], True)
+                number, column, rest = number + rest.count(b"\n"), 0, rest[end + 1 :]
+    except DAMAGE as error:
+        raise DataError(f"{path}: cannot be read after line {number - 1} ({error})") from None
+    if rest:
+        yield Block(number, column, rest, True)
+
+
+def _cut_before(data: bytes, end: int) -> int:
+    """Where to cut, ``end`` at most: before a space or else before the first byte of a character."""
+    space = data.rfind(b" ", end - NEAR, end)
+    if space > 0:
+        return space
+    starts = (i for i in range(end, max(0, end - 4), -1) if data[i] & 0xC0 != 0x80)
+    return next(starts, end)  # four bytes none of which starts a character are no UTF-8
+
+
+def _unpack(disk: io.FileIO, suffix: str) -> BinaryIO:
+    if suffix in COMPRESSED and not disk.read(1):
+        raise EOFError("it is empty, which no compressed file is")
+    disk.seek(0)
+    match suffix:
+        case ".gz":
+            return cast(BinaryIO, gzip.GzipFile(fileobj=disk))
+        case ".bz2":
+            return cast(BinaryIO, bz2.BZ2File(disk))
+        case ".xz":
+            return cast(BinaryIO, lzma.LZMAFile(disk))
+        case ".zst":
+            return io.BufferedReader(_ZstdFile(disk), READ_BYTES)
+    return io.BufferedReader(disk, READ_BYTES)
+
+
+class _ZstdFile(io.RawIOBase):
+    """What zstd frames hold. The reader of `zstandard` won't do: it takes a file that was cut off for a whole one."""
+
+    def __init__(self, disk: io.FileIO) -> None:
+        self._disk = disk
+        self._frame: Any = None  # decompressor of a frame that has begun
+        self._packed = b""
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            self._packed = self._packed or self._disk.read(ZSTD_BYTES)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("it ends in the midst of a zstd frame")
+                return 0
+            self._unpack()
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
+
+    def _unpack(self) -> None:
+        if self._frame is None:
+            self._frame = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj()
+        self._unpacked = memoryview(self._frame.decompress(self._packed))
+        self._packed = b""
+        if self._frame.eof:
+            self._packed, self._frame = self._frame.unused_data, None
