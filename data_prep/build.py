@@ -1,145 +1,137 @@
-"""The build: text to shards, in three stages that each leave a file behind for the next.
+"""The build: text to shards, in four stages that each leave a file behind for the next.
 
-    text --tokenize_chunk--> store --plan_pairs--> plan --make_samples--> shards, then the manifest
+    text --tokenize_chunk--> store --select--> documents --plan_pairs--> plan --make_samples--> shards, manifest
 
-Each stage is a map of a pure function over pieces of work that do not depend on the number of processes. The
-plan is shuffled by a function of the seed, and shard k is its k-th slice; so a shard depends on corpus,
-settings, seed and k only, and a rerun after a kill makes just the shards that are missing.
+All but the second are maps of a pure function over pieces of work that do not depend on the number of
+processes. The plan is shuffled by a function of the seed, and shard k is its k-th slice; so a shard depends on
+corpus, settings, seed and k only, and a rerun after a kill makes just the shards that are missing.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import astuple, fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.atomic import TEMPORARY, replacing
-from data_prep.corpus import Source, find_sources, parse_where, read_chunks
+from data_prep.atomic import replacing
+from data_prep.corpus import Reading, Source, find_sources, parse_where, read_chunks
 from data_prep.draws import shuffled
 from data_prep.errors import DataError, KilledError
+from data_prep.job import WORK, Job, claim, claim_store, fingerprint, is_complete, release
 from data_prep.manifest import (
     FORMAT,
-    MANIFEST,
+    LENGTH_COUNTS,
     TOKEN_COUNTS,
     TOKENIZER_FOLDER,
     VERSION,
     CorpusRecord,
     Counts,
+    Histogram,
     Manifest,
+    PlanRecord,
     ShardRecord,
     SourceRecord,
-    TokenCounts,
     TokenizerRecord,
     file_sha256,
     load_manifest,
     save_manifest,
 )
 from data_prep.masking import make_samples, make_vocabulary
-from data_prep.pairs import PAIR, Block, cut_blocks, plan_pairs
+from data_prep.metrics import Figures
+from data_prep.pairs import Block, PlanCounts, cut_blocks, plan_pairs
+from data_prep.selection import Selected, select_documents
 from data_prep.settings import Settings
-from data_prep.shards import PREFIX, shard_name, tar_path, write_shard
-from data_prep.store import COUNTS, Store, id_dtype, open_store, tokenize_chunk, write_store
+from data_prep.shards import shard_name, tar_path, write_shard
+from data_prep.store import COUNTS, Counted, TokenizedChunk, id_dtype, tokenize_chunk, write_store
 from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import measure_shard, verify
+from data_prep.verify import Measured, measure_shard
 from data_prep.workers import Workers, show_progress, start_workers
 
-WORK = ".work"  # below the output folder, removed at the end
-FINGERPRINT = "fingerprint"
-ANOTHER = "another build, of other text or settings; choose another --out or remove it"
 ORDER = 0x6F726465  # "orde": the stream of draws that shuffles the plan
+FEWEST_DOCUMENTS = {"nsp": 2, "sop": 1, "single": 1}
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every worker knows about the build."""
-
-    out: Path
-    settings: Settings
-    tokenizer: TokenizerRecord
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        """What the workers load; the user's own folder may change meanwhile."""
-        return self.out / WORK / TOKENIZER_FOLDER
-
-    @property
-    def store(self) -> Path:
-        """Folder of the tokenized corpus."""
-        return self.out / WORK / "store"
-
-    @property
-    def plan(self) -> Path:
-        """File of pairs, raw PAIR records in corpus order."""
-        return self.out / WORK / "plan"
-
-    def open_store(self) -> Store:
-        """Maps the store."""
-        return open_store(self.store, self.tokenizer.vocab_size)
-
-    def open_plan(self) -> NDArray[np.void]:
-        """Maps the plan, PAIR[samples]."""
-        return np.memmap(self.plan, PAIR, "r")
-
-
-def build(inputs: list[Path], tokenizer: Path, out: Path, settings: Settings, processes: int) -> Manifest:
+def build(
+    inputs: list[Path],
+    tokenizer: Path,
+    out: Path,
+    settings: Settings,
+    processes: int,
+    store: Path | None = None,
+    figures: Figures | None = None,
+) -> Manifest:
     """Makes the data set, or what is missing of it after a run that was killed.
 
     Args:
         inputs: text files and folders of them.
         tokenizer: folder as `load_tokenizer` reads it.
         out: new or empty folder, or one in which the same build was begun.
+        store: folder to keep the tokenized text in, for other builds from it; None: it is removed at the end.
+        figures: are counted up meanwhile, for who watches.
 
     Raises DataError for bad input; as long as there is no shard yet, nothing is left behind then.
     """
     loaded = load_tokenizer(tokenizer)
-    make_vocabulary(loaded.vocab_size, loaded.specials)  # refuses one that is too small
+    make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # refuses one that is too small
     sources = find_sources(inputs, parse_where(settings.where))
-    for folder in (tokenizer.resolve(), out.resolve()):
-        inside = [source.path for source in sources if folder in source.path.resolve().parents]
+    for folder in (tokenizer, out, *([store] if store else [])):
+        inside = [source.path for source in sources if folder.resolve() in source.path.resolve().parents]
         if inside:
             raise DataError(f"input {inside[0]} lies in {folder}, which this build reads or writes; move one of them")
     hashes = [file_sha256(source.path) for source in sources]
-    job = Job(out, settings, TokenizerRecord(loaded.vocab_size, loaded.sha256(), loaded.specials))
-    fingerprint = _fingerprint(job, [source.name for source in sources], hashes)
-    if _is_complete(out, fingerprint):
+    texts = [(source.name, sha256) for source, sha256 in zip(sources, hashes, strict=True)]
+    record = TokenizerRecord(loaded.vocab_size, loaded.sha256(), loaded.specials)
+    figures = figures or Figures()
+    job = Job(out, store or out / WORK / "store", settings, record)
+    mark = fingerprint(job, texts)
+    if is_complete(job, mark):
         return load_manifest(out)
-    _claim(out, fingerprint)
+    claim(job, mark)
+    claim_store(job, texts)
     loaded.save(job.tokenizer_folder)
     try:
         with start_workers(processes) as workers:
-            corpus = _tokenize(job, sources, hashes, workers)
-            _plan(job, workers)
-            shards, token_counts = _make_shards(job, workers)
+            files = _tokenize(job, sources, hashes, workers, figures)
+            selected = _select(job, figures)
+            planned = _plan(job, selected, workers, figures)
+            shards, token_counts, length_counts = _make_shards(job, workers, figures)
     except KilledError:
         raise  # what is done is kept for the next run
     except DataError:
-        _release(out)
+        release(job)
         raise
     loaded.save(out / TOKENIZER_FOLDER)
     manifest = Manifest(
         format=FORMAT,
         version=VERSION,
-        fingerprint=fingerprint,
+        fingerprint=mark,
         settings=settings,
-        tokenizer=job.tokenizer,
-        corpus=corpus,
+        tokenizer=record,
+        corpus=CorpusRecord(files, *selected),
+        plan=PlanRecord(**planned._asdict()),
         counts=_total(shards),
         shards=shards,
-        token_counts=_save_token_counts(out, token_counts),
+        token_counts=_save_histogram(out / TOKEN_COUNTS, token_counts),
+        length_counts=_save_histogram(out / LENGTH_COUNTS, length_counts),
     )
     save_manifest(out, manifest)
-    shutil.rmtree(out / WORK)
+    shutil.rmtree(job.work)
+    figures.succeed()
     return manifest
 
 
-def make_shard(number: int, job: Job) -> tuple[ShardRecord, NDArray[np.int64]]:
+def plan_block(block: Block, job: Job) -> tuple[bytes, PlanCounts]:
+    """The pairs of a block, raw PAIR records, and what became of its tokens."""
+    pairs, counts = plan_pairs(job.open_store(), block, job.settings, job.vocabulary)
+    return pairs.tobytes(), counts
+
+
+def make_shard(number: int, job: Job) -> Measured:
     """Makes shard ``number`` unless it is there and whole. Returns what `measure_shard` reads in it."""
     name = shard_name(number)
     if tar_path(job.out, name).exists():
@@ -151,111 +143,118 @@ def make_shard(number: int, job: Job) -> tuple[ShardRecord, NDArray[np.int64]]:
     size = job.settings.samples_per_shard
     numbers = np.arange(number * size, min((number + 1) * size, len(plan)))
     pairs = plan[shuffled(numbers, len(plan), job.settings.seed, ORDER)]
-    vocab_size, specials = job.tokenizer.vocab_size, job.tokenizer.specials
-    samples = make_samples(job.open_store(), pairs, number * size, vocab_size, specials, job.settings)
-    write_shard(job.out, name, number * size, samples, id_dtype(vocab_size))
-    return measure_shard(job.out, name, vocab_size)
+    samples = make_samples(job.open_store(), pairs, number * size, job.vocabulary, job.tokenizer.specials, job.settings)
+    write_shard(job.out, name, number * size, samples, id_dtype(job.tokenizer.vocab_size))
+    return measure_shard(job.out, name, job.tokenizer.vocab_size)
 
 
-def plan_block(block: Block, job: Job) -> bytes:
-    """The pairs of a block, raw PAIR records."""
-    return plan_pairs(job.open_store(), block, job.settings, job.tokenizer.specials.unk).tobytes()
-
-
-def _tokenize(job: Job, sources: list[Source], hashes: list[str], workers: Workers) -> CorpusRecord:
+def _tokenize(
+    job: Job, sources: list[Source], hashes: list[str], workers: Workers, figures: Figures
+) -> tuple[SourceRecord, ...]:
+    settings = job.settings
+    sizes = [source.path.stat().st_size for source in sources]
+    figures.begin("tokenize", sum(sizes))
     if not (job.store / COUNTS).exists():
-        work = partial(tokenize_chunk, tokenizer=job.tokenizer_folder, language=job.settings.language)
-        chunks = workers.map(work, read_chunks(sources, parse_where(job.settings.where)))
-        shown = show_progress(chunks, "tokenized", "characters", lambda chunk: chunk.characters)
-        write_store(job.store, shown, len(sources))
+        reading = Reading(parse_where(settings.where), settings.text_field, settings.bad_bytes)
+        work = partial(
+            tokenize_chunk,
+            tokenizer=job.tokenizer_folder,
+            language=settings.language,
+            given_words=settings.given_words,
+        )
+        chunks = workers.map(work, read_chunks(sources, reading))
+        shown = show_progress(chunks, "tokenized", "bytes", lambda chunk: chunk.read, sum(sizes))
+        write_store(job.store, _counting_text(shown, figures), len(sources))
     counts = np.load(job.store / COUNTS, allow_pickle=False)
     if not counts[:, 0].any():
-        which = f" in records with {job.settings.where}" if job.settings.where else ""
+        which = f" in records with {settings.where}" if settings.where else ""
         more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
         raise DataError(f"no text found{which} in {sources[0].path}{more}")
-    store = job.open_store()
-    documents, sentences = len(store.documents) - 1, len(store.sentences) - 1
-    if documents == 1:
+    rows = zip(sources, sizes, hashes, counts.tolist(), strict=True)
+    return tuple(SourceRecord(source.name, size, sha256, *row) for source, size, sha256, row in rows)
+
+
+def _counting_text(chunks: Iterator[TokenizedChunk], figures: Figures) -> Iterator[TokenizedChunk]:
+    for chunk in chunks:
+        figures.advance(chunk.read)
+        figures.bytes_read += chunk.read
+        figures.sentences += len(chunk.lengths)
+        figures.tokens += len(chunk.ids)
+        figures.sentences_empty += int(chunk.counted[Counted.EMPTY])
+        figures.sentences_cut += int(chunk.counted[Counted.CUT])
+        figures.bytes_replaced += int(chunk.counted[Counted.REPLACED])
+        figures.characters_cleaned += int(chunk.counted[Counted.CLEANED])
+        yield chunk
+
+
+def _select(job: Job, figures: Figures) -> Selected:
+    figures.begin("select", 1)
+    selected = select_documents(job.store, job.selection, job.settings)
+    figures.documents += selected.documents
+    figures.documents_duplicate += selected.duplicates
+    figures.documents_held_out += selected.other_part
+    documents = selected.documents - selected.duplicates - selected.other_part
+    if documents >= FEWEST_DOCUMENTS[job.settings.pairs]:
+        return selected
+    if selected.documents > 1:
         raise DataError(
-            f"one document only (sentences: {sentences}): no other to draw a 'not next' sentence from; put a "
-            "blank line between the documents of a .txt, or one document on each line of a .jsonl"
+            f"{documents} of {selected.documents} documents left: {selected.duplicates} are duplicates, "
+            f"{selected.other_part} are on the other side of --held-out-share {job.settings.held_out_share:g}; "
+            "change the share or bring more text"
         )
-    files = tuple(
-        SourceRecord(source.name, source.path.stat().st_size, sha256, *row)
-        for source, sha256, row in zip(sources, hashes, counts.tolist(), strict=True)
+    raise DataError(
+        f"one document only (sentences: {selected.sentences}): no other to draw a 'not next' sentence from; put a "
+        "blank line between the documents of a .txt, or one document on each line of a .jsonl, or choose --pairs "
+        "sop or single"
     )
-    return CorpusRecord(files, documents, store.lone_sentences(), sentences, len(store.ids))
 
 
-def _plan(job: Job, workers: Workers) -> None:
-    if job.plan.exists():
-        return
-    store = job.open_store()
-    blocks = workers.map(partial(plan_block, job=job), cut_blocks(store, job.settings.duplicates))
-    with replacing(job.plan) as file:
-        for pairs in show_progress(blocks, "planned", "pairs", lambda pairs: len(pairs) // PAIR.itemsize):
-            file.write(pairs)
-        if not file.tell():
-            raise DataError(
-                f"no pair of sentences: {store.lone_sentences()} of {len(store.documents) - 1} documents "
-                "have only one sentence; in a .txt a blank line ends a document, not a sentence"
-            )
+def _plan(job: Job, selected: Selected, workers: Workers, figures: Figures) -> PlanCounts:
+    counts_file = job.plan.with_suffix(".npy")
+    tokens = job.settings.duplicates * selected.tokens
+    figures.begin("plan", tokens)
+    if not counts_file.exists():
+        total = np.zeros(len(PlanCounts._fields), np.int64)
+        blocks = workers.map(partial(plan_block, job=job), cut_blocks(job.open_store(), job.settings.duplicates))
+        with replacing(job.plan) as file:
+            for pairs, counts in show_progress(blocks, "planned", "tokens", lambda made: made[1].tokens, tokens):
+                file.write(pairs)
+                total += counts
+                figures.advance(counts.tokens)
+            if total[PlanCounts._fields.index("unmaskable")] and not file.tell():
+                raise DataError("no sample holds a token that can be predicted: is it the tokenizer of this text?")
+            if not file.tell():
+                raise DataError(
+                    f"no pair of sentences: {selected.lone_sentences} of {selected.documents} documents have only "
+                    "one sentence; in a .txt a blank line ends a document, not a sentence"
+                )
+        with replacing(counts_file) as file:
+            np.save(file, total, allow_pickle=False)
+    planned = PlanCounts(*np.load(counts_file, allow_pickle=False).tolist())
+    figures.tokens_left_over += planned.left_over
+    figures.tokens_truncated += planned.truncated
+    figures.pairs_unmaskable += planned.unmaskable
+    return planned
 
 
-def _make_shards(job: Job, workers: Workers) -> tuple[tuple[ShardRecord, ...], NDArray[np.int64]]:
-    count = -(-len(job.open_plan()) // job.settings.samples_per_shard)
-    made = workers.map(partial(make_shard, job=job), range(count))
+def _make_shards(
+    job: Job, workers: Workers, figures: Figures
+) -> tuple[tuple[ShardRecord, ...], NDArray[np.int64], NDArray[np.int64]]:
+    samples = len(job.open_plan())
+    figures.begin("write", samples)
+    made = workers.map(partial(make_shard, job=job), range(-(-samples // job.settings.samples_per_shard)))
     token_counts = np.zeros(job.tokenizer.vocab_size, np.int64)
+    length_counts = np.zeros(job.settings.sequence_length + 1, np.int64)
     records = []
-    for record, counts in show_progress(made, "wrote", "samples", lambda made: made[0].samples):
+    for record, tokens, lengths in show_progress(made, "wrote", "samples", lambda made: made.record.samples, samples):
         records.append(record)
-        token_counts += counts
+        figures.advance(record.samples)
+        figures.samples += record.samples
+        figures.shards += 1
+        token_counts += tokens
+        length_counts[: len(lengths)] += lengths
     token_counts[list(astuple(job.tokenizer.specials))] = 0
-    return tuple(records), token_counts
-
-
-def _fingerprint(job: Job, names: list[str], hashes: list[str]) -> str:
-    """Of all that decides the data set: equal fingerprints, equal bytes."""
-    identity = [FORMAT, VERSION, asdict(job.settings), asdict(job.tokenizer), names, hashes]
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-
-
-def _is_complete(out: Path, fingerprint: str) -> bool:
-    if not (out / MANIFEST).exists():
-        return False
-    if load_manifest(out).fingerprint != fingerprint:
-        raise DataError(f"{out} holds {ANOTHER}")
-    problems = verify(out)
-    if problems:
-        raise DataError(f"{out} was built but is damaged: {problems[0]}; remove it and build again")
-    shutil.rmtree(out / WORK, ignore_errors=True)
-    return True
-
-
-def _claim(out: Path, fingerprint: str) -> None:
-    """Takes an empty folder, or goes on in one where the same build was begun."""
-    mark = out / WORK / FINGERPRINT
-    if mark.exists() and mark.read_text() == fingerprint:
-        for path in out.rglob(f"*{TEMPORARY}"):
-            path.unlink(missing_ok=True)
-        return
-    found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
-    if mark.exists() or any(name.startswith(PREFIX) for name in found):
-        raise DataError(f"{out} holds {ANOTHER}")
-    if found:
-        raise DataError(f"{out} holds other files ({found[0]}); choose another --out or remove it")
-    shutil.rmtree(out / WORK, ignore_errors=True)  # without its mark, nobody knows what it was made from
-    mark.parent.mkdir(parents=True)
-    with replacing(mark) as file:
-        file.write(fingerprint.encode())
-
-
-def _release(out: Path) -> None:
-    """Removes what a build that has no shard yet left behind."""
-    if not list(out.glob(PREFIX + "*")):
-        shutil.rmtree(out / WORK)
-        with suppress(OSError):  # not empty, or a mount point
-            out.rmdir()
+    return tuple(records), token_counts, length_counts
 
 
 def _total(shards: tuple[ShardRecord, ...]) -> Counts:
@@ -263,7 +262,7 @@ def _total(shards: tuple[ShardRecord, ...]) -> Counts:
     return Counts(**{name: sum(getattr(shard, name) for shard in shards) for name in names})
 
 
-def _save_token_counts(out: Path, counts: NDArray[np.int64]) -> TokenCounts:
-    with replacing(out / TOKEN_COUNTS) as file:
+def _save_histogram(path: Path, counts: NDArray[np.int64]) -> Histogram:
+    with replacing(path) as file:
         np.save(file, counts, allow_pickle=False)
-    return TokenCounts(TOKEN_COUNTS, file_sha256(out / TOKEN_COUNTS))
+    return Histogram(path.name, file_sha256(path))

@@ -8,31 +8,54 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
+from data_prep.settings import largest_count
 from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, tar_path
 from data_prep.tokenizer import load_tokenizer
 
 UNKNOWN_LIMIT = 0.01  # of a file's tokens; above it the tokenizer does not suit the text
 TRUE_PAIRS = (0.4, 0.6)  # share of the pairs that the model can learn from
+MASKED_LIMIT = 0.8  # of the share asked for; below it --max-predictions is too low for the sequences
+LABELS = {  # by is_next
+    "nsp": ("not next, ", "is next, "),
+    "sop": ("swapped, ", "in order, "),
+    "single": ("", "", ""),
+}
+OF_FILES = ("tokens", "unknown", "empty", "cut", "replaced", "cleaned")  # counts of SourceRecord
 
 
 def describe(manifest: Manifest) -> Iterator[str]:
     """The statistics of a data set, a line each."""
-    counts, corpus, settings = manifest.counts, manifest.corpus, manifest.settings
-    unknown, cut = sum(file.unknown for file in corpus.files), sum(file.cut for file in corpus.files)
+    counts, corpus, plan, settings = manifest.counts, manifest.corpus, manifest.plan, manifest.settings
+    total = {name: sum(getattr(file, name) for file in corpus.files) for name in OF_FILES}
     yield (
         f"corpus: {_amount(len(corpus.files), 'file')}, {_amount(corpus.documents, 'document')} "
-        f"({corpus.lone_sentences:,} of one sentence), {_amount(corpus.sentences, 'sentence')} "
-        f"({_amount(cut, 'cut')} in long ones), {_amount(corpus.tokens, 'token')} "
-        f"({unknown / corpus.tokens:.2%} unknown)"
+        f"({corpus.lone_sentences:,} of one sentence), {_amount(corpus.sentences, 'sentence')}, "
+        f"{_amount(corpus.tokens, 'token')} ({total['unknown'] / total['tokens']:.2%} unknown)"
+    )
+    changed = [
+        _amount(corpus.duplicates, "duplicate document") + " dropped",
+        _amount(corpus.other_part, "document") + " on the other side of the held-out share",
+        _amount(total["replaced"], "byte") + " replaced, not UTF-8",
+        _amount(total["cleaned"], "character") + " cleaned",
+        _amount(total["cut"], "cut") + " in long lines and sentences",
+        _amount(total["empty"], "sentence") + " without visible text left out",
+        _amount(plan.unmaskable, "sample") + " without anything to predict left out",
+    ]
+    yield "changed: " + (", ".join(line for line in changed if not line.startswith("0 ")) or "nothing")
+    share = 1 / (settings.duplicates * corpus.tokens)
+    yield (
+        f"tokens: {plan.own * share:.2%} in samples, {plan.truncated * share:.2%} cut off in long pairs, "
+        f"{plan.left_over * share:.2%} in last single sentences, "
+        f"{plan.unmaskable_tokens * share:.2%} in samples left out"
     )
     yield (
         f"samples: {counts.samples:,} in {_amount(len(manifest.shards), 'shard')}, {counts.tokens:,} tokens, "
         f"mean length {counts.tokens / counts.samples:.1f} of {settings.sequence_length}"
     )
-    yield (
-        f"labels: {counts.masked / (counts.tokens - 3 * counts.samples):.2%} of the tokens masked, "
-        f"{counts.is_next / counts.samples:.2%} of the pairs true"
-    )
+    controls = (2 if settings.pairs == "single" else 3) * counts.samples
+    pairs = "" if settings.pairs == "single" else f", {counts.is_next / counts.samples:.2%} of the pairs "
+    pairs += {"nsp": "true", "sop": "in order", "single": ""}[settings.pairs]
+    yield f"labels: {counts.masked / (counts.tokens - controls):.2%} of the tokens masked{pairs}"
 
 
 def warnings(manifest: Manifest) -> Iterator[str]:
@@ -44,32 +67,42 @@ def warnings(manifest: Manifest) -> Iterator[str]:
             f"{_amount(len(strange), 'file')} with more than {UNKNOWN_LIMIT:.0%} of tokens unknown to the tokenizer, "
             f"most in {worst.name}: {worst.unknown / worst.tokens:.1%}; learn a vocabulary from this text"
         )
-    true = manifest.counts.is_next / manifest.counts.samples
-    if not TRUE_PAIRS[0] <= true <= TRUE_PAIRS[1]:
-        pairs = _amount(manifest.counts.samples, "pair")
+    counts, settings = manifest.counts, manifest.settings
+    true = counts.is_next / counts.samples
+    if settings.pairs != "single" and not TRUE_PAIRS[0] <= true <= TRUE_PAIRS[1]:
+        pairs = _amount(counts.samples, "pair")
         yield f"{true:.0%} of {pairs} true, wanted about 50%; a larger corpus or more --duplicates helps"
+    masked = counts.masked / counts.tokens
+    if masked < MASKED_LIMIT * settings.masked_share and largest_count(settings) > settings.max_predictions:
+        yield (
+            f"{masked:.1%} of the tokens masked, wanted {settings.masked_share:.0%}: --max-predictions "
+            f"{settings.max_predictions} is too low for sequences of {settings.sequence_length}, leave it out for "
+            f"{largest_count(settings)}"
+        )
 
 
 def show_samples(folder: Path, count: int) -> Iterator[str]:
     """The first ``count`` samples of a data set as text; what was masked reads {label>what stands there}."""
     manifest = load_manifest(folder)
     pieces = load_tokenizer(folder / TOKENIZER_FOLDER).pieces
+    labels = LABELS[manifest.settings.pairs]
     number = 0
     for shard in manifest.shards:
         index = read_index(index_path(folder, shard.name))[: max(0, count - number)]
         with tar_path(folder, shard.name).open("rb") as tar:
             for offset, size in index[:, [Column.OFFSET, Column.BYTES]].tolist():
                 tar.seek(offset)
-                yield f"{number}: {_show(decode_sample(tar.read(size)), pieces)}"
+                sample = decode_sample(tar.read(size))
+                yield f"{number}: {_show(sample, pieces, labels[sample.is_next])}"
                 number += 1
 
 
-def _show(sample: Sample, pieces: list[str]) -> str:
+def _show(sample: Sample, pieces: list[str], label: str) -> str:
     words = np.array(pieces, object)[sample.ids]
     for position, replacement in zip(sample.positions, sample.replacements, strict=True):
         words[position] = f"{{{words[position]}>{pieces[replacement]}}}"
     text = " ".join(words).replace(" ##", "")
-    return f"{'is next' if sample.is_next else 'not next'}, {len(sample.ids)} tokens: {text}"
+    return f"{label}{len(sample.ids)} tokens: {text}"
 
 
 def _amount(count: int, noun: str) -> str:

@@ -13,10 +13,10 @@ from data_prep.errors import DataError
 from data_prep.settings import Settings
 from data_prep.tokenizer import SpecialIds
 
-FORMAT, VERSION = "lambert-shards", 1
+FORMAT, VERSION = "lambert-shards", 2
 MANIFEST = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
-TOKEN_COUNTS = "token_counts.npy"
+TOKEN_COUNTS, LENGTH_COUNTS = "token_counts.npy", "length_counts.npy"
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,49 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A text file: bytes and hash as it lay on disk, and what was taken from it."""
+    """A text file: bytes and hash as it lay on disk; what was taken from it, and what was changed in it."""
 
     name: str
     bytes: int
     sha256: str
     tokens: int
     unknown: int  # tokens that are [UNK]
-    cut: int  # cuts in sentences that were too long
+    empty: int  # sentences without visible text, left out
+    cut: int  # cuts in lines and sentences that were too long
+    replaced: int  # bytes that were no UTF-8, replaced
+    cleaned: int  # characters that cleaning changed, white space aside
 
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """What was read."""
+    """What was read, and which of it took part."""
 
     files: tuple[SourceRecord, ...]
-    documents: int
-    lone_sentences: int  # documents of one sentence: they start no pair
-    sentences: int
-    tokens: int
+    documents: int  # read
+    duplicates: int  # documents left out: an earlier one has the same text
+    other_part: int  # documents left out: on the other side of the held-out share
+    lone_sentences: int  # documents of one sentence that take part
+    sentences: int  # of the documents that take part
+    tokens: int  # of the documents that take part
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """Where each token of the documents that take part has gone, summed over the duplicates.
+
+    own + truncated + left_over + unmaskable_tokens = duplicates * tokens of the corpus.
+    """
+
+    own: int  # stands in a sample of its own document (a random B comes on top)
+    truncated: int  # cut off, since the pair was too long
+    left_over: int  # in a single sentence at a document's end, that starts no pair
+    unmaskable_tokens: int  # in pairs without anything to predict
+    unmaskable: int  # such pairs
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Over all samples; tokens count control tokens, is_next the true pairs."""
+    """Over all samples; tokens count control tokens, is_next the pairs that are true or in order."""
 
     samples: int
     tokens: int
@@ -76,8 +95,8 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class TokenCounts:
-    """int64[V]: how often each ordinary token stands in the unmasked samples."""
+class Histogram:
+    """A one-dimensional int64 array in a file of the data set."""
 
     file: str
     sha256: str
@@ -93,9 +112,11 @@ class Manifest:
     settings: Settings
     tokenizer: TokenizerRecord
     corpus: CorpusRecord
+    plan: PlanRecord
     counts: Counts
     shards: tuple[ShardRecord, ...]
-    token_counts: TokenCounts
+    token_counts: Histogram  # [V] how often each ordinary token stands in the unmasked samples
+    length_counts: Histogram  # [sequence_length + 1] how many samples have each length
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -147,6 +168,6 @@ def _parse(kind: Any, value: Any, place: str) -> Any:
             raise DataError(f"{place}: wanted a list")
         return kind(_parse(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value))
     allowed = (int, float) if kind is float else kind
-    if not isinstance(value, allowed) or isinstance(value, bool):
+    if not isinstance(value, allowed) or isinstance(value, bool) is not (kind is bool):
         raise DataError(f"{place}: wanted {getattr(kind, '__name__', kind)}, found {value!r}")
     return value

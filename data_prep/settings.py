@@ -2,73 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from data_prep.corpus import parse_where
 from data_prep.errors import DataError
 
 SHORTEST_SEQUENCE = 5  # [CLS] a [SEP] b [SEP]
 LONGEST_SEQUENCE = 65_535  # a length is written as 16 bits
+CHOICES = {
+    "pairs": ("nsp", "sop", "single"),
+    "masking": ("token", "word", "ngram", "span"),
+    "part": ("all", "train", "held-out"),
+    "bad_bytes": ("strict", "replace"),
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """As the manifest records them."""
+    """As the manifest records them. Make them with `make_settings`, which checks them."""
 
     sequence_length: int
-    seed: int
-    duplicates: int  # passes over the corpus, each with other pairs and masks
-    masked_share: float
-    max_predictions: int  # masked positions of a full sequence: no sample has more
-    short_sequence_rate: float
-    samples_per_shard: int
-    language: str  # of the sentence splitter
-    where: str | None  # field=value: the records that were taken
-    tokenizers: str  # versions of the libraries that decide the tokens and the sentences
-    sentencex: str
+    seed: int = 1
+    duplicates: int = 1  # passes over the corpus, each with other pairs and masks
+    pairs: str = "nsp"  # nsp: the next sentences or random ones; sop: in order or swapped; single: one segment
+    short_sequence_rate: float = 0.1
+    masking: str = "token"  # what is masked together: token, word, ngram (ALBERT's), span (SpanBERT's)
+    masked_share: float = 0.15
+    max_predictions: int = 0  # masked positions: no sample has more; 0: what the share of a full sequence comes to
+    samples_per_shard: int = 8192
+    drop_duplicates: bool = False  # of equal documents only the first takes part
+    held_out_share: float = 0.0  # of the documents, chosen by a hash of their text
+    part: str = "all"  # all documents, or those on one side of the held-out share: train, held-out
+    language: str = "en"  # of the sentence splitter
+    where: str | None = None  # field=value: the records that were taken
+    text_field: str = "text"  # of a record
+    bad_bytes: str = "strict"  # strict: an error; replace: by U+FFFD
+    given_words: bool = False  # Chinese characters between two spaces are one word
+    tokenizers: str = field(default_factory=partial(version, "tokenizers"))  # the libraries that decide the tokens
+    sentencex: str = field(default_factory=partial(version, "sentencex"))  # and the sentences
 
 
-def make_settings(
-    sequence_length: int,
-    seed: int = 1,
-    duplicates: int = 1,
-    masked_share: float = 0.15,
-    short_sequence_rate: float = 0.1,
-    samples_per_shard: int = 8192,
-    language: str = "en",
-    where: str | None = None,
-) -> Settings:
-    """Checks the values and adds what follows from them. Raises DataError with all problems at once."""
-    bounds = [
-        ("--sequence-length", sequence_length, SHORTEST_SEQUENCE, LONGEST_SEQUENCE),
-        ("--seed", seed, 0, 2**63 - 1),
-        ("--duplicates", duplicates, 1, 1000),
-        ("--masked-share", masked_share, 0.001, 1),
-        ("--short-sequence-rate", short_sequence_rate, 0, 1),
-        ("--samples-per-shard", samples_per_shard, 1, 2**20),  # a shard is proved in one piece
-    ]
-    problems = [
-        f"{name} {value}: wanted {low} to {high}" for name, value, low, high in bounds if not low <= value <= high
-    ]
+def make_settings(sequence_length: int, **chosen: Any) -> Settings:
+    """`Settings` with what follows from them filled in. Raises DataError with all problems at once."""
+    settings = Settings(sequence_length, **chosen)
+    if settings.max_predictions == 0:
+        settings = replace(settings, max_predictions=largest_count(settings))
+    problems = list(_problems(settings))
     if problems:
         raise DataError("; ".join(problems))
-    parse_where(where)
-    return Settings(
-        sequence_length=sequence_length,
-        seed=seed,
-        duplicates=duplicates,
-        masked_share=masked_share,
-        max_predictions=largest_count(sequence_length, masked_share),
-        short_sequence_rate=short_sequence_rate,
-        samples_per_shard=samples_per_shard,
-        language=language,
-        where=where,
-        tokenizers=version("tokenizers"),
-        sentencex=version("sentencex"),
-    )
+    parse_where(settings.where)
+    return settings
 
 
-def largest_count(sequence_length: int, share: float) -> int:
-    """Masked positions of a full sequence of ``sequence_length``, of which 3 are control tokens."""
-    return max(1, round(share * (sequence_length - 3)))
+def largest_count(settings: Settings) -> int:
+    """Masked positions of a full sequence, of which 3 are control tokens."""
+    return max(1, round(settings.masked_share * (settings.sequence_length - 3)))
+
+
+def _problems(settings: Settings) -> Iterator[str]:
+    for name, low, high in (
+        ("sequence_length", SHORTEST_SEQUENCE, LONGEST_SEQUENCE),
+        ("seed", 0, 2**63 - 1),
+        ("duplicates", 1, 1000),
+        ("masked_share", 0.001, 1),
+        ("max_predictions", 1, LONGEST_SEQUENCE),
+        ("short_sequence_rate", 0, 1),
+        ("samples_per_shard", 1, 2**20),  # a shard is proved in one piece
+        ("held_out_share", 0, 0.5),
+    ):
+        value = getattr(settings, name)
+        if not low <= value <= high:
+            yield f"{_flag(name)} {value}: wanted {low} to {high}"
+    for name, allowed in CHOICES.items():
+        value = getattr(settings, name)
+        if value not in allowed:
+            yield f"{_flag(name)} {value}: wanted one of {', '.join(allowed)}"
+    if (settings.part == "all") != (settings.held_out_share == 0):
+        yield (
+            f"--part {settings.part} with --held-out-share {settings.held_out_share:g}: a share above 0 and a part, "
+            "train or held-out, go together"
+        )
+    if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", settings.language):
+        yield f"--language {settings.language}: wanted a code such as en, de or zh"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,14 +1,18 @@
 """The tokenized corpus: one flat row of ids on disk, mapped into memory, with sentence and document borders.
 
-Raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``sentences`` (int64, where each sentence starts
-in ids, and the end), ``documents`` (int64, where each document starts in sentences, and the end); and
-``counts.npy``, written last: int64[text files, 3], the columns tokens, [UNK] tokens, cuts in long sentences.
+Raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``continues`` (uint8, 1 where a token continues a
+word), ``sentences`` (int64, where each sentence starts in ids, and the end), ``documents`` (int64, where each
+document starts in sentences, and the end), ``digests`` (16 bytes a document, a hash of its text); and
+``counts.npy``, written last: int64[text files, 6], the columns of `Counted`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,34 +21,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
+from data_prep.cleaning import clean
 from data_prep.corpus import Chunk
 from data_prep.sentences import split_sentences
-from data_prep.tokenizer import Tokenizer, load_tokenizer
+from data_prep.tokenizer import load_tokenizer
+from data_prep.words import Ids, WordCache
 
-Ids = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 COUNTS = "counts.npy"
+DIGEST = 16  # bytes
 READ_AT_ONCE = 1 << 20  # documents
+
+
+class Counted(IntEnum):
+    """Of a text file: what was taken from it, and what was changed in it."""
+
+    TOKENS = 0
+    UNKNOWN = 1  # tokens that are [UNK]
+    EMPTY = 2  # sentences without visible text, left out
+    CUT = 3  # cuts in lines and sentences that were too long
+    REPLACED = 4  # bytes that were no UTF-8, replaced
+    CLEANED = 5  # characters that cleaning changed, white space aside
 
 
 @dataclass(frozen=True)
 class Store:
-    """Sentence s: ``ids[sentences[s]:sentences[s + 1]]``; document d begins at sentence ``documents[d]``."""
+    """Sentence s: ``ids[sentences[s]:sentences[s + 1]]``; document d: the sentences ``range(*documents[d])``."""
 
     ids: Ids  # [tokens]
+    continues: NDArray[np.uint8]  # [tokens]
     sentences: NDArray[np.int64]  # [sentences + 1]
-    documents: NDArray[np.int64]  # [documents + 1]
+    documents: NDArray[np.int64]  # [documents, 2] first sentence and end of those that take part
 
-    def lone_sentences(self) -> int:
-        """Documents of a single sentence."""
-        starts = range(0, len(self.documents) - 1, READ_AT_ONCE)
-        parts = (self.documents[start : start + READ_AT_ONCE + 1] for start in starts)
-        return sum(int(np.count_nonzero(np.diff(part) == 1)) for part in parts)
-
-    def gather(self, starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]) -> Ids:
-        """``ids[start:start + length]`` of each row, one after the other."""
+    def gather(
+        self, column: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
+    ) -> NDArray[Any]:
+        """``column[start:start + length]`` of each row, one after the other; column is ids or continues."""
         ends = np.cumsum(lengths)
         shift = np.repeat(starts - (ends - lengths), lengths)
-        return self.ids[shift + np.arange(len(shift))]
+        return column[shift + np.arange(len(shift))]
 
 
 @dataclass(frozen=True)
@@ -52,12 +66,13 @@ class TokenizedChunk:
     """What a worker makes of a Chunk."""
 
     source: int
-    characters: int
+    read: int  # bytes of the file
     ids: Ids  # [tokens]
+    continues: NDArray[np.uint8]  # [tokens]
     lengths: NDArray[np.int64]  # [sentences] tokens
     documents: NDArray[np.int64]  # [sentences] number of the document
-    unknown: int
-    cut: int
+    digests: dict[int, bytes]  # of the paragraphs of each document, one after the other
+    counted: NDArray[np.int64]  # [6]
 
 
 def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -65,64 +80,96 @@ def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str) -> TokenizedChunk:
+def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str, given_words: bool) -> TokenizedChunk:
     """Sentences and ids of a chunk; sentences without a token are left out."""
-    loaded = _load_once(tokenizer)
+    words, unknown = _load_once(tokenizer, given_words)
     sentences: list[str] = []
     documents: list[int] = []
-    cut = 0
-    for document, text in chunk.paragraphs:
+    digests: dict[int, bytes] = {}
+    cut, cleaned = chunk.cut, 0
+    for document, paragraph in chunk.paragraphs:
+        text, changed = clean(paragraph)
         pieces, cuts = split_sentences(text, language)
         sentences += pieces
         documents += [document] * len(pieces)
-        cut += cuts
-    dtype = id_dtype(loaded.vocab_size)
-    encoded = [np.array(ids, dtype) for ids in loaded.encode(sentences)]
-    lengths = np.array([len(ids) for ids in encoded], np.int64)
-    ids = np.concatenate([np.empty(0, dtype), *encoded])
-    unknown = int(np.count_nonzero(ids == loaded.specials.unk))
-    characters = sum(len(text) for _, text in chunk.paragraphs)
+        digests[document] = digests.get(document, b"") + hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
+        cut, cleaned = cut + cuts, cleaned + changed
+    ids, continues, lengths = words.encode(sentences)
     seen = lengths > 0
+    counted = [len(ids), np.count_nonzero(ids == unknown), np.count_nonzero(~seen), cut, chunk.replaced, cleaned]
     return TokenizedChunk(
-        chunk.source, characters, ids, lengths[seen], np.array(documents, np.int64)[seen], unknown, cut
+        source=chunk.source,
+        read=chunk.read,
+        ids=ids,
+        continues=continues,
+        lengths=lengths[seen],
+        documents=np.array(documents, np.int64)[seen],
+        digests=digests,
+        counted=np.array(counted, np.int64),
     )
 
 
 @cache
-def _load_once(tokenizer: Path) -> Tokenizer:
-    return load_tokenizer(tokenizer)
+def _load_once(tokenizer: Path, given_words: bool) -> tuple[WordCache, int]:
+    loaded = load_tokenizer(tokenizer)
+    return WordCache(loaded, id_dtype(loaded.vocab_size), given_words), loaded.specials.unk
 
 
 def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) -> None:
     """Writes the chunks, in their order, as a store of ``sources`` text files."""
-    folder.mkdir(exist_ok=True)
-    counts = np.zeros((sources, 3), np.int64)
+    counts = np.zeros((sources, len(Counted)), np.int64)
     tokens = sentences = last = 0
-    with (
-        replacing(folder / "ids") as ids_file,
-        replacing(folder / "sentences") as sentences_file,
-        replacing(folder / "documents") as documents_file,
-    ):
+    with ExitStack() as stack:
+        names = ("ids", "continues", "sentences", "documents", "digests")
+        files = {name: stack.enter_context(replacing(folder / name)) for name in names}
+        digester = Digester()
         for chunk in chunks:
             starts = np.flatnonzero(np.diff(chunk.documents, prepend=last))
-            documents_file.write((sentences + starts).tobytes())
-            sentences_file.write((tokens + np.cumsum(chunk.lengths) - chunk.lengths).tobytes())
-            ids_file.write(chunk.ids.tobytes())
-            counts[chunk.source] += len(chunk.ids), chunk.unknown, chunk.cut
+            files["documents"].write((sentences + starts).tobytes())
+            files["sentences"].write((tokens + np.cumsum(chunk.lengths) - chunk.lengths).tobytes())
+            files["ids"].write(chunk.ids.tobytes())
+            files["continues"].write(chunk.continues.tobytes())
+            files["digests"].write(digester.add(chunk))
+            counts[chunk.source] += chunk.counted
             if len(chunk.documents):
                 last = int(chunk.documents[-1])
             tokens += len(chunk.ids)
             sentences += len(chunk.lengths)
-        documents_file.write(np.int64(sentences).tobytes())
-        sentences_file.write(np.int64(tokens).tobytes())
+        files["documents"].write(np.int64(sentences).tobytes())
+        files["sentences"].write(np.int64(tokens).tobytes())
+        files["digests"].write(digester.end())
     with replacing(folder / COUNTS) as file:
         np.save(file, counts, allow_pickle=False)
 
 
-def open_store(folder: Path, vocab_size: int) -> Store:
-    """Maps a store that holds at least one token."""
+class Digester:
+    """Hashes documents that may begin in one chunk and end in another; those without a sentence have no place."""
+
+    def __init__(self) -> None:
+        self._document, self._has_text, self._hash = 0, False, hashlib.blake2b(digest_size=DIGEST)
+
+    def add(self, chunk: TokenizedChunk) -> bytes:
+        """The digests of the documents that have ended."""
+        ended = []
+        with_text = set(np.unique(chunk.documents).tolist())
+        for document, paragraphs in chunk.digests.items():
+            if document != self._document:
+                ended.append(self.end())
+                self._document, self._has_text, self._hash = document, False, hashlib.blake2b(digest_size=DIGEST)
+            self._has_text |= document in with_text
+            self._hash.update(paragraphs)
+        return b"".join(ended)
+
+    def end(self) -> bytes:
+        """The digest of the document that is open."""
+        return self._hash.digest() if self._has_text else b""
+
+
+def open_store(folder: Path, selection: Path, vocab_size: int) -> Store:
+    """Maps a store that holds at least one token, with the documents of ``selection`` (int64 pairs)."""
     return Store(
         np.memmap(folder / "ids", id_dtype(vocab_size), "r"),
+        np.memmap(folder / "continues", np.uint8, "r"),
         np.memmap(folder / "sentences", np.int64, "r"),
-        np.memmap(folder / "documents", np.int64, "r"),
+        np.memmap(selection, np.int64, "r").reshape(-1, 2),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,16 @@ def verify(folder: Path, full: bool = False) -> list[str]:
     return problems
 
 
-def measure_shard(folder: Path, name: str, vocab_size: int) -> tuple[ShardRecord, NDArray[np.int64]]:
-    """Reads a whole shard: its record, and how often each id stands in its samples, int64[V].
+class Measured(NamedTuple):
+    """What stands in a shard."""
+
+    record: ShardRecord
+    token_counts: NDArray[np.int64]  # [V] how often each id stands in its samples
+    length_counts: NDArray[np.int64]  # [longest + 1] how many of its samples have each length
+
+
+def measure_shard(folder: Path, name: str, vocab_size: int) -> Measured:
+    """Reads a whole shard.
 
     Raises DataError, with the shard's name, for a file that is missing, truncated or damaged.
     """
@@ -52,7 +61,7 @@ def measure_shard(folder: Path, name: str, vocab_size: int) -> tuple[ShardRecord
         masked=int(index[:, Column.MASKED].sum()),
         is_next=int(is_next.sum()),
     )
-    return record, np.bincount(ids, minlength=vocab_size)
+    return Measured(record, np.bincount(ids, minlength=vocab_size), np.bincount(index[:, Column.TOKENS]))
 
 
 def _check_shard(folder: Path, record: ShardRecord, vocab_size: int, full: bool) -> None:
@@ -64,7 +73,7 @@ def _check_shard(folder: Path, record: ShardRecord, vocab_size: int, full: bool)
         raise DataError(f"{tar}: {tar.stat().st_size} bytes, the manifest says {record.bytes}")
     if file_sha256(index) != record.index_sha256:
         raise DataError(f"{index}: not the index in the manifest (its sha256 differs)")
-    if full and measure_shard(folder, record.name, vocab_size)[0] != record:
+    if full and measure_shard(folder, record.name, vocab_size).record != record:
         raise DataError(f"{tar}: not the shard in the manifest (its sha256 or its counts differ)")
 
 
@@ -77,9 +86,14 @@ def _beside_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
         parts = sum(getattr(record, count) for record in manifest.shards)
         if total != parts:
             yield f"{folder}: the manifest counts {total} {count}, its shards {parts}"
-    token_counts = folder / manifest.token_counts.file
-    if not token_counts.is_file() or file_sha256(token_counts) != manifest.token_counts.sha256:
-        yield f"{token_counts}: missing, or not the file in the manifest"
+    plan, tokens = manifest.plan, manifest.settings.duplicates * manifest.corpus.tokens
+    accounted = plan.own + plan.truncated + plan.left_over + plan.unmaskable_tokens
+    if accounted != tokens:
+        yield f"{folder}: the manifest accounts for {accounted} of {tokens} tokens"
+    for histogram in (manifest.token_counts, manifest.length_counts):
+        path = folder / histogram.file
+        if not path.is_file() or file_sha256(path) != histogram.sha256:
+            yield f"{path}: missing, or not the file in the manifest"
     try:
         if load_tokenizer(folder / TOKENIZER_FOLDER).sha256() != manifest.tokenizer.sha256:
             yield f"{folder / TOKENIZER_FOLDER}: not the tokenizer in the manifest (its sha256 differs)"

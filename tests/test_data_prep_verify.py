@@ -100,9 +100,9 @@ def test_counts_are_checked(data: Path) -> None:
     [
         (None, "holds no manifest.json"),
         ("{", "not JSON"),
-        ("[]", "wanted format lambert-shards version 1"),
-        ('{"format": "lambert-shards", "version": 2}', "found ('lambert-shards', 2)"),
-        ('{"format": "lambert-shards", "version": 1}', "wanted the fields"),
+        ("[]", "wanted format lambert-shards version 2"),
+        ('{"format": "lambert-shards", "version": 1}', "found ('lambert-shards', 1)"),
+        ('{"format": "lambert-shards", "version": 2}', "wanted the fields"),
     ],
 )
 def test_a_manifest_that_is_none(data: Path, content: str | None, message: str) -> None:

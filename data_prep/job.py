@@ -1,0 +1,148 @@
+"""What every worker knows about a build, and the folder that a build has taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.atomic import TEMPORARY, replacing
+from data_prep.errors import DataError
+from data_prep.manifest import FORMAT, MANIFEST, TOKENIZER_FOLDER, VERSION, TokenizerRecord, load_manifest
+from data_prep.masking import Vocabulary, make_vocabulary
+from data_prep.pairs import PAIR
+from data_prep.settings import Settings
+from data_prep.shards import PREFIX
+from data_prep.store import COUNTS, Store, open_store
+from data_prep.tokenizer import load_tokenizer
+from data_prep.verify import verify
+
+WORK = ".work"  # below the output folder, removed at the end
+FINGERPRINT = "fingerprint"  # a file of it marks the folder that a build, or a store, has taken
+ANOTHER = "of other text or settings; choose another or remove it"
+OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "tokenizers", "sentencex")  # settings
+
+
+@dataclass(frozen=True)
+class Job:
+    """A build."""
+
+    out: Path
+    store: Path  # folder of the tokenized corpus
+    settings: Settings
+    tokenizer: TokenizerRecord
+
+    @property
+    def work(self) -> Path:
+        """What the build needs until it is done."""
+        return self.out / WORK
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """What the workers load; the user's own folder may change meanwhile."""
+        return self.work / TOKENIZER_FOLDER
+
+    @property
+    def selection(self) -> Path:
+        """File of the documents that take part."""
+        return self.work / "selection"
+
+    @property
+    def plan(self) -> Path:
+        """File of pairs, raw PAIR records in corpus order."""
+        return self.work / "plan"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Which ids can be predicted."""
+        return _load_vocabulary(self.tokenizer_folder)
+
+    def open_store(self) -> Store:
+        """Maps the store."""
+        return open_store(self.store, self.selection, self.tokenizer.vocab_size)
+
+    def open_plan(self) -> NDArray[np.void]:
+        """Maps the plan, PAIR[samples]."""
+        return np.memmap(self.plan, PAIR, "r")
+
+
+def fingerprint(job: Job, sources: list[tuple[str, str]]) -> str:
+    """Of all that decides the data set, the (name, sha256) of its text among it: equal ones, equal bytes."""
+    return _hash([FORMAT, VERSION, asdict(job.settings), asdict(job.tokenizer), sources])
+
+
+def claim(job: Job, mark: str) -> None:
+    """Takes an empty folder, or goes on in one where the same build was begun. Raises DataError for any other."""
+    out, known = job.out, job.work / FINGERPRINT
+    if known.exists() and known.read_text() == mark:
+        for path in out.rglob(f"*{TEMPORARY}"):
+            path.unlink(missing_ok=True)
+        return
+    found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
+    if known.exists() or any(name.startswith(PREFIX) for name in found):
+        raise DataError(f"--out {out} holds another build, {ANOTHER}")
+    if found:
+        raise DataError(f"--out {out} holds other files ({found[0]}); choose another or remove it")
+    shutil.rmtree(job.work, ignore_errors=True)  # without its mark, nobody knows what it was made from
+    job.work.mkdir(parents=True)
+    _mark(job.work, mark)
+
+
+def claim_store(job: Job, sources: list[tuple[str, str]]) -> None:
+    """Takes the store's folder likewise: builds of other samples from the same text share it."""
+    settings = asdict(job.settings)
+    mark = _hash([FORMAT, VERSION, [settings[name] for name in OF_STORE], asdict(job.tokenizer), sources])
+    known = job.store / FINGERPRINT
+    if known.exists() and known.read_text() == mark:
+        return
+    if job.store.exists() and any(job.store.iterdir()):
+        raise DataError(f"--store {job.store} holds the tokens {ANOTHER}")
+    job.store.mkdir(parents=True, exist_ok=True)
+    _mark(job.store, mark)
+
+
+def release(job: Job) -> None:
+    """Removes what a build that has no shard yet left behind; a whole store is kept."""
+    if not (job.store / COUNTS).exists():
+        shutil.rmtree(job.store, ignore_errors=True)
+    if not list(job.out.glob(PREFIX + "*")):
+        shutil.rmtree(job.work)
+        with suppress(OSError):  # not empty, or a mount point
+            job.out.rmdir()
+
+
+def is_complete(job: Job, mark: str) -> bool:
+    """Whether the same build has been done here. Raises DataError if it is damaged, or if another one was done."""
+    if not (job.out / MANIFEST).exists():
+        return False
+    if load_manifest(job.out).fingerprint != mark:
+        raise DataError(f"--out {job.out} holds another build, {ANOTHER}")
+    problems = verify(job.out)
+    if problems:
+        raise DataError(f"{job.out} was built but is damaged: {problems[0]}; remove it and build again")
+    shutil.rmtree(job.work, ignore_errors=True)
+    return True
+
+
+@cache
+def _load_vocabulary(tokenizer: Path) -> Vocabulary:
+    """Once in a process: a job comes to it anew with each piece of work."""
+    loaded = load_tokenizer(tokenizer)
+    return make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)
+
+
+def _mark(folder: Path, mark: str) -> None:
+    with replacing(folder / FINGERPRINT) as file:
+        file.write(mark.encode())
+
+
+def _hash(identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
