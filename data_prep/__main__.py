@@ -6,20 +6,27 @@ import argparse
 import os
 import sys
 import time
-from inspect import signature
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
 from data_prep.build import build
-from data_prep.corpus import find_sources, parse_where, read_paragraphs
+from data_prep.cleaning import clean
+from data_prep.corpus import Reading, find_sources, parse_where, read_paragraphs
 from data_prep.errors import DataError
 from data_prep.inspection import describe, show_samples, warnings
 from data_prep.manifest import load_manifest
-from data_prep.settings import make_settings
+from data_prep.metrics import Figures, check_textfile, serve, write_textfile
+from data_prep.picture import draw
+from data_prep.publish import publish
+from data_prep.settings import CHOICES, Settings, make_settings
 from data_prep.tokenizer import train_tokenizer
 from data_prep.verify import verify
+from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
 
-BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
+BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143  # exit codes
+PUBLISHERS = 8  # files sent at once
+VERSIONS = ("tokenizers", "sentencex")  # settings that are found, not chosen
 EXAMPLES = """\
 from text to shards:
   python -m data_prep vocab --input corpus/ --out tokenizer/ --size 30000
@@ -27,8 +34,8 @@ from text to shards:
   python -m data_prep verify --full shards-128/
   python -m data_prep inspect shards-128/
 
-text is .txt (a blank line between documents) or .jsonl (a document a line, in the field "text"), plain or
-compressed (.gz, .bz2, .xz), in UTF-8"""
+text is .txt (a blank line between documents), .jsonl (a document a line, in the field "text"), plain or
+compressed (.gz, .bz2, .xz, .zst), in UTF-8, or .parquet (a document a row, in the column "text")"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,6 +49,11 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0, or 2 after one line on stderr for each problem."""
     options = _parser().parse_args(arguments)
+    with stop_on_sigterm():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         code = int(options.command(options))
         sys.stdout.flush()
@@ -55,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:  # a disk that is full or not ours
         _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return BAD_INPUT
+    except Stopped:
+        _complain("stopped by SIGTERM; a build goes on when its command is run again")
+        return STOPPED
     except KeyboardInterrupt:
         _complain("interrupted; a build goes on when its command is run again")
         return INTERRUPTED
@@ -63,23 +78,33 @@ def main(arguments: list[str] | None = None) -> int:
 def _vocab(options: argparse.Namespace) -> int:
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise DataError(f"{options.out} is not empty; choose another --out or remove it")
-    where = parse_where(options.where)
-    sources = find_sources(options.input, where)
-    paragraphs = (text for source in sources for _, text in read_paragraphs(source, where))
-    tokenizer = train_tokenizer(paragraphs, options.size, options.cased)
+    if options.multiple_of < 1:
+        raise DataError(f"--multiple-of {options.multiple_of}: wanted 1 or more")
+    reading = Reading(parse_where(options.where), options.text_field, options.bad_bytes)
+    sources = find_sources(options.input, reading.where)
+    paragraphs = (clean(paragraph.text)[0] for source in sources for paragraph in read_paragraphs(source, reading))
+    tokenizer = train_tokenizer(paragraphs, options.size, options.cased, options.multiple_of)
     tokenizer.save(options.out)
-    few = "" if tokenizer.vocab_size == options.size else f", fewer than {options.size:,}: the text has no more"
+    few = "" if tokenizer.vocab_size >= options.size else f", fewer than {options.size:,}: the text has no more"
     print(f"{options.out}: {tokenizer.vocab_size:,} pieces{few}")
     return 0
 
 
 def _build(options: argparse.Namespace) -> int:
-    chosen = {name: getattr(options, name) for name in signature(make_settings).parameters}
+    chosen = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in VERSIONS}
     settings = make_settings(**chosen)
     if options.processes < 1:
         raise DataError(f"--processes {options.processes}: wanted 1 or more")
     start = time.monotonic()
-    manifest = build(options.input, options.tokenizer, options.out, settings, options.processes)
+    figures = Figures(versions={name: getattr(settings, name) for name in VERSIONS})
+    if options.metrics_file:
+        check_textfile(options.metrics_file)
+    with serve(figures, options.metrics_port, options.metrics_address):
+        manifest = build(
+            options.input, options.tokenizer, options.out, settings, options.processes, options.store, figures
+        )
+    if options.metrics_file:
+        write_textfile(figures, options.metrics_file)
     seconds = time.monotonic() - start
     print("\n".join([*describe(manifest), f"{options.out}: whole, in {seconds:.1f} s"]))
     for line in warnings(manifest):
@@ -107,6 +132,14 @@ def _inspect(options: argparse.Namespace) -> int:
         print(line)
     for line in show_samples(options.folder, options.samples):
         print(line)
+    if options.picture:
+        draw(options.folder, options.picture)
+        print(f"{options.picture}: drawn")
+    return 0
+
+
+def _publish(options: argparse.Namespace) -> int:
+    publish(options.folder, options.url, PUBLISHERS)
     return 0
 
 
@@ -123,31 +156,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     corpus = Parser(add_help=False)
-    add = corpus.add_argument
+    add = corpus.add_argument_group("text").add_argument
     add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text files, and folders of them")
-    add("--where", metavar="FIELD=VALUE", help="take only the .jsonl records with this field")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
-
-    vocab = commands.add_parser("vocab", parents=[corpus], help="learn a WordPiece vocabulary")
-    vocab.add_argument("--size", type=int, required=True, metavar="N", help="pieces at most, control tokens included")
-    vocab.add_argument("--cased", action="store_true", help="keep capitals and accents")
-    vocab.set_defaults(command=_vocab)
-
-    shards = commands.add_parser("build", parents=[corpus], help="make the shards, or those still missing")
-    add = shards.add_argument
-    add("--tokenizer", type=Path, required=True, metavar="DIR", help="as `vocab` or Hugging Face makes it")
-    add("--sequence-length", type=int, required=True, metavar="N", help="most tokens of a sample")
-    add("--seed", type=int, default=1, metavar="N", help="of pairs, masks and order (%(default)s)")
-    add("--duplicates", type=int, default=1, metavar="N", help="passes over the text, each masked anew (%(default)s)")
-    add("--masked-share", type=float, default=0.15, metavar="X", help="share of the tokens to predict (%(default)s)")
+    add("--text-field", default="text", metavar="NAME", help="field or column that holds the text (%(default)s)")
+    add("--where", metavar="FIELD=VALUE", help="take only the records with this field")
     add(
-        "--short-sequence-rate", type=float, default=0.1, metavar="X", help="pairs cut to a random length (%(default)s)"
+        "--bad-bytes",
+        choices=CHOICES["bad_bytes"],
+        default="strict",
+        help="what is not UTF-8 is an error, or replaced and counted (%(default)s)",
     )
-    add("--samples-per-shard", type=int, default=8192, metavar="N", help="samples of a shard (%(default)s)")
-    add("--language", default="en", metavar="CODE", help="ISO 639-1, for splitting sentences (%(default)s)")
-    cores = len(os.sched_getaffinity(0))
-    add("--processes", type=int, default=cores, metavar="N", help="any number gives the same shards (%(default)s)")
-    shards.set_defaults(command=_build)
+    corpus.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    _add_vocab(commands.add_parser("vocab", parents=[corpus], help="learn a WordPiece vocabulary"))
+    _add_build(commands.add_parser("build", parents=[corpus], help="make the shards, or those still missing"))
 
     check = commands.add_parser("verify", help="prove data sets against their manifests")
     check.add_argument("folders", nargs="+", type=Path, metavar="DIR")
@@ -157,9 +178,56 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show statistics, and samples as text")
     inspect.add_argument("folder", type=Path, metavar="DIR")
     inspect.add_argument("--samples", type=int, default=3, metavar="N", help="to show (%(default)s)")
+    inspect.add_argument("--picture", type=Path, metavar="PNG", help="draw lengths, tokens, masks and shards to a file")
     inspect.set_defaults(command=_inspect)
+
+    send = commands.add_parser("publish", help="copy a data set to an object store, proved; goes on where it stopped")
+    send.add_argument("folder", type=Path, metavar="DIR")
+    send.add_argument("url", metavar="URL", help="s3://bucket/path, gs://…, or whatever fsspec can write to")
+    send.set_defaults(command=_publish)
     return parser
 
 
+def _add_vocab(vocab: argparse.ArgumentParser) -> None:
+    add = vocab.add_argument
+    add("--size", type=int, required=True, metavar="N", help="pieces at most, control tokens included")
+    add("--multiple-of", type=int, default=1, metavar="N", help="fill it up with pieces that are never predicted")
+    add("--cased", action="store_true", help="keep capitals and accents")
+    vocab.set_defaults(command=_vocab)
+
+
+def _add_build(build_parser: argparse.ArgumentParser) -> None:
+    text = build_parser.add_argument_group("documents and sentences").add_argument
+    text("--language", default="en", metavar="CODE", help="ISO 639-1, for splitting sentences (%(default)s)")
+    text("--given-words", action="store_true", help="Chinese characters between two spaces are one word (for masks)")
+    text("--drop-duplicates", action="store_true", help="of equal documents only the first takes part")
+    text("--held-out-share", type=float, default=0.0, metavar="X", help="of the documents, by a hash of their text")
+    text("--part", choices=CHOICES["part"], default="all", help="which side of the held-out share (%(default)s)")
+    add = build_parser.add_argument_group("samples").add_argument
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="as `vocab` or Hugging Face makes it")
+    add("--sequence-length", type=int, required=True, metavar="N", help="most tokens of a sample")
+    add(
+        "--pairs",
+        choices=CHOICES["pairs"],
+        default="nsp",
+        help="second task: next sentence, order, or none (%(default)s)",
+    )
+    add("--short-sequence-rate", type=float, default=0.1, metavar="X", help="cut to a random length (%(default)s)")
+    add("--masking", choices=CHOICES["masking"], default="token", help="what is masked together (%(default)s)")
+    add("--masked-share", type=float, default=0.15, metavar="X", help="share of the tokens to predict (%(default)s)")
+    add("--max-predictions", type=int, default=0, metavar="N", help="of a sample (the share of a full one)")
+    add("--duplicates", type=int, default=1, metavar="N", help="passes over the text, each masked anew (%(default)s)")
+    add("--seed", type=int, default=1, metavar="N", help="of pairs, masks and order (%(default)s)")
+    add("--samples-per-shard", type=int, default=8192, metavar="N", help="samples of a shard (%(default)s)")
+    run = build_parser.add_argument_group("run").add_argument
+    cores = len(os.sched_getaffinity(0))
+    run("--processes", type=int, default=cores, metavar="N", help="any number gives the same shards (%(default)s)")
+    run("--store", type=Path, metavar="DIR", help="keep the tokenized text here, for other builds from it")
+    run("--metrics-port", type=int, metavar="N", help="answer Prometheus here while the build goes on (off)")
+    run("--metrics-address", default="0.0.0.0", metavar="IP", help="of that port (%(default)s)")
+    run("--metrics-file", type=Path, metavar="PROM", help="leave the figures here, for node_exporter's textfiles")
+    build_parser.set_defaults(command=_build)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(on_ranks(main))

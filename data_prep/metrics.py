@@ -1,0 +1,203 @@
+"""What a long build says to Prometheus: while it goes on over HTTP, at its end in a file for node_exporter.
+
+`Figures` are plain numbers that a build counts up whether or not anybody looks; only `serve` and `write_textfile`
+need ``prometheus_client``, and import it when they are called.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from data_prep.errors import DataError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Metric
+
+PREFIX = "lambert_prep_"
+STAGES = ("tokenize", "select", "plan", "write")  # a build's, in order; the values of the label "stage"
+
+# Field of Figures: help text. Exposed as lambert_prep_<field>_total. The unit is the first word of each name.
+COUNTERS = {
+    "bytes_read": "Bytes read from the input's files, as they are on disk.",
+    "bytes_replaced": "Bytes that are no UTF-8 and were replaced by U+FFFD.",
+    "characters_cleaned": "Characters that cleaning removed or changed, white space left out.",
+    "documents": "Documents with text in the input.",
+    "documents_duplicate": "Documents left out because the same text came before.",
+    "documents_held_out": "Documents left out because they belong to the other part of the split.",
+    "sentences": "Sentences of the documents.",
+    "sentences_empty": "Sentences left out because they have no token.",
+    "sentences_cut": "Cuts made in lines that were too long to be one sentence.",
+    "tokens": "Tokens of the documents.",
+    "tokens_left_over": "Tokens of sentences that begin no pair, in every pass over the text.",
+    "tokens_truncated": "Tokens cut off pairs that were longer than a sample, in every pass over the text.",
+    "pairs_unmaskable": "Pairs left out because they hold nothing that can be predicted.",
+    "samples": "Samples written.",
+    "shards": "Shards that are whole.",
+}
+
+
+class Stage(NamedTuple):
+    """Replaced as a whole, since a scrape comes at any moment and a counter may never fall."""
+
+    seconds: float  # before ``begun``
+    begun: float | None  # monotonic seconds; None while it does not run
+    done: float
+    total: float
+
+
+NOT_BEGUN = Stage(0.0, None, 0.0, 0.0)
+
+
+@dataclass
+class Figures:
+    """How far a build is: add to the counts, and call `begin` and `advance` in each stage."""
+
+    versions: dict[str, str] = field(default_factory=dict)  # labels of lambert_prep_build_info: few, and fixed
+    bytes_read: int = 0
+    bytes_replaced: int = 0
+    characters_cleaned: int = 0
+    documents: int = 0
+    documents_duplicate: int = 0
+    documents_held_out: int = 0
+    sentences: int = 0
+    sentences_empty: int = 0
+    sentences_cut: int = 0
+    tokens: int = 0
+    tokens_left_over: int = 0
+    tokens_truncated: int = 0
+    pairs_unmaskable: int = 0
+    samples: int = 0
+    shards: int = 0
+    succeeded: float | None = None  # Unix time at which the data set was whole
+    stages: dict[str, Stage] = field(default_factory=dict)
+
+    def begin(self, stage: str, total: float) -> None:
+        """Ends the stage that goes on, if any, and begins another of STAGES with ``total`` of anything to do.
+
+        Also for a stage whose result is there from an earlier run: it counts as done when it ends.
+        """
+        self.end()
+        self.stages[stage] = Stage(self.seconds(stage), time.monotonic(), 0.0, total)
+
+    def advance(self, amount: float) -> None:
+        """So much more of the total of the stage that goes on is done."""
+        for name, stage in self.stages.items():
+            if stage.begun is not None:
+                self.stages[name] = stage._replace(done=stage.done + amount)
+
+    def end(self) -> None:
+        """The stage that goes on, if any, is wholly done."""
+        for name, stage in self.stages.items():
+            if stage.begun is not None:
+                self.stages[name] = Stage(self.seconds(name), None, 1.0, 1.0)
+
+    def succeed(self) -> None:
+        """The data set is whole."""
+        self.end()
+        self.succeeded = time.time()
+
+    def seconds(self, name: str) -> float:
+        """How long a stage took, or has taken until now."""
+        stage = self.stages.get(name, NOT_BEGUN)
+        return stage.seconds + (0.0 if stage.begun is None else time.monotonic() - stage.begun)
+
+    def progress(self, name: str) -> float:
+        """Share of a stage that is done, from 0 to 1."""
+        stage = self.stages.get(name, NOT_BEGUN)
+        return min(stage.done / stage.total, 1.0) if stage.total > 0 else 0.0
+
+
+@contextmanager
+def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Iterator[int | None]:
+    """Answers Prometheus at ``http://address:port/metrics`` for the length of a ``with`` block; None: no endpoint.
+
+    Every address of the machine by default, since the one that scrapes is on another. Yields the port, which the
+    system chooses for 0. Raises DataError before the block if the port can't be had.
+    """
+    if port is None:
+        yield None
+        return
+    registry = _registry(figures, "--metrics-port")
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no such port"
+        raise DataError(
+            f"--metrics-port {port} on {address} cannot be opened ({reason}): choose another, or leave it out"
+        ) from None
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def check_textfile(path: Path) -> None:
+    """Raises DataError if `write_textfile` could not write ``path``; to be called before hours of work."""
+    _require_client("--metrics-file")
+    if path.suffix != ".prom":
+        raise DataError(f"--metrics-file {path}: node_exporter reads only names that end in .prom")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise DataError(f"--metrics-file {path}: {path.parent} is no folder that can be written to")
+
+
+def write_textfile(figures: Figures, path: Path) -> None:
+    """Replaces ``path`` with the figures, in one step, for node_exporter's textfile collector.
+
+    Call it after a success: a failed build keeps the last good one's file, whose
+    ``lambert_prep_last_success_timestamp_seconds`` then grows old, which is what to alert on.
+    """
+    registry = _registry(figures, "--metrics-file")
+    from prometheus_client import write_to_textfile
+
+    write_to_textfile(str(path), registry)
+
+
+def _registry(figures: Figures, option: str) -> CollectorRegistry:
+    """A registry of its own: no two builds of a process meet in it."""
+    _require_client(option)
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(figures))
+    return registry
+
+
+def _require_client(option: str) -> None:
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise DataError(f"{option} needs the package prometheus-client: pip install prometheus-client, or leave it out")
+
+
+@dataclass(frozen=True, eq=False)  # a registry tells collectors apart by what they are
+class _Collector:
+    """Reads the figures when Prometheus asks; which series there are depends on nothing but success."""
+
+    figures: Figures
+
+    def collect(self) -> Iterator[Metric]:
+        """Every series with its help text."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        figures = self.figures
+        yield InfoMetricFamily(PREFIX + "build", "Versions and settings of the build.", figures.versions)
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, text, getattr(figures, name))
+        seconds = CounterMetricFamily(PREFIX + "stage_seconds", "Wall time of each stage.", labels=["stage"])
+        progress = GaugeMetricFamily(PREFIX + "progress_ratio", "Share of each stage that is done.", labels=["stage"])
+        for stage in STAGES:
+            seconds.add_metric([stage], figures.seconds(stage))
+            progress.add_metric([stage], figures.progress(stage))
+        yield from (seconds, progress)
+        if figures.succeeded is not None:
+            name = PREFIX + "last_success_timestamp_seconds"
+            yield GaugeMetricFamily(name, "Unix time at which the data set was whole.", figures.succeeded)

@@ -1,0 +1,77 @@
+"""A command that is run to its end: how long it takes, what it prints, and how much memory all of it has at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from data_prep.errors import DataError
+
+SECONDS = 0.05  # between two looks at the memory
+SIZES = re.compile(r"^(Pss|Pss_Anon): +(\d+)", re.MULTILINE)  # of smaps_rollup, in KiB
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Wall time, standard output and error, and the peaks of each figure of `memory`, 0 if nobody looked."""
+
+    seconds: float
+    output: str
+    anonymous: int
+    total: int
+
+
+def run(
+    command: list[str], folder: Path, environment: dict[str, str], core: int | None = None, look: bool = False
+) -> Watched:
+    """Runs a command in ``folder``, tied to a core if one is given; ``look`` at its memory costs some of its time.
+
+    Raises DataError, with the last line that it printed, if it fails.
+    """
+    tie = None if core is None else partial(os.sched_setaffinity, 0, {core})
+    peaks = (0, 0)
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+        start = time.perf_counter()
+        with subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=tie
+        ) as process:
+            while look and process.poll() is None:
+                anonymous, total = memory(process.pid)
+                peaks = max(peaks[0], anonymous), max(peaks[1], total)
+                time.sleep(SECONDS)
+            process.wait()
+            seconds = time.perf_counter() - start
+        file.seek(0)
+        output = file.read().strip()
+    if process.returncode:
+        last = output.rpartition("\n")[2]
+        raise DataError(f"exit code {process.returncode} of {' '.join(command)}: {last}")
+    return Watched(seconds, output, *peaks)
+
+
+def memory(top: int) -> tuple[int, int]:
+    """Bytes that process ``top`` and all below it have now: anonymous ones, and all, with the pages of files.
+
+    A page that n processes share counts 1/n in each of them (Linux: "proportional set size").
+    """
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    family = {top}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    anonymous = total = 0
+    for pid in family:
+        with suppress(OSError):
+            sizes = dict(SIZES.findall(Path(f"/proc/{pid}/smaps_rollup").read_text()))
+            anonymous += 1024 * int(sizes["Pss_Anon"])
+            total += 1024 * int(sizes["Pss"])
+    return anonymous, total
