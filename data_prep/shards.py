@@ -40,7 +40,7 @@ HEADER = 128  # bytes of .npy header before a sample's numbers
 DESCR = slice(21, 24)  # of the header
 DTYPES: dict[bytes, np.dtype[Any]] = {b"<u2": np.dtype("<u2"), b"<u4": np.dtype("<u4")}
 NUMBERS = 4  # n, split, is_next, m
-WORD = 16  # bits of ``continues`` in one number
+WORD, WORD_DTYPE = 16, np.dtype("<u2")  # bits of ``continues`` in one number
 ENCODED_AT_ONCE = 512  # samples
 NAME, SIZE, CHECKSUM = slice(0, 12), slice(124, 135), slice(148, 154)  # of a tar header: digits
 # A ustar header (POSIX.1-1988) with these digits left out: mode 0644, owner 0, time 0. Its checksum counts itself as
@@ -102,7 +102,7 @@ def decode_sample(buffer: bytes | memoryview) -> Sample:
     a, b, c = NUMBERS + n, NUMBERS + n + m, NUMBERS + n + 2 * m
     if size != c + -(-n // WORD) or not 0 < split <= n or is_next > NO_PAIR or (split == n) != (is_next == NO_PAIR):
         raise DataError(f"no sample: {size} numbers for {n} tokens and {m} masked positions")
-    bits = numbers[c:].astype("<u2", copy=False).view(np.uint8)
+    bits = numbers[c:].astype(WORD_DTYPE, copy=False).view(np.uint8)
     continues = np.unpackbits(bits, count=n, bitorder="little").view(np.bool_)
     numbers = numbers.astype(np.int32)
     return Sample(numbers[NUMBERS:a], split, is_next, numbers[a:b], numbers[b:c], continues)
@@ -203,7 +203,7 @@ def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[m
         numbers[at + tokens : at + tokens + masked] = sample.positions
         numbers[at + tokens + masked : at + tokens + 2 * masked] = sample.replacements
         bits[bit : bit + tokens] = sample.continues
-    numbers[_spread(begin + count - words, words)] = np.packbits(bits, bitorder="little").view("<u2")
+    numbers[_spread(begin + count - words, words)] = np.packbits(bits, bitorder="little").view(WORD_DTYPE)
 
     view = data.data
     crc = [zlib.crc32(view[a:b]) for a, b in zip(offset.tolist(), (offset + size).tolist(), strict=True)]

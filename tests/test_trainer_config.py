@@ -79,6 +79,7 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("run.seed=9223372036854775808", "run.seed is 9223372036854775808: must lie between 0 and 2^63 - 1"),
         ("optimizer=lamb", "optimizer: expected a mapping of keys, found str 'lamb'"),
         ("phases=short", "phases: expected a list, found str 'short'"),
+        ("phases.0.masks=whole", "phases.0.masks: 'whole' is not one of static, dynamic"),
         ("metrics.port=0", "metrics.port is 0: must lie between 1 and 65535, or be null for no exporter"),
         ("optimiser.name=adam", "optimiser: unknown key; did you mean optimizer?"),
         ("phases.1.steps=5", "--set phases.1.steps: no such place in this configuration; list items go by number"),
@@ -119,12 +120,15 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, content: bytes | None, 
 
 
 def test_the_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None:
-    config = loaded(tmp_path, "phases.0.heldout=h", "metrics.port=null", "optimizer.epsilon=1e-9", "phases.0.power=0.5")
+    overrides = ("phases.0.heldout=h", "metrics.port=null", "optimizer.epsilon=1e-9", "phases.0.power=0.5")
+    config = loaded(tmp_path, *overrides, "phases.0.masks=dynamic")
     tree = to_tree(config)
     assert loaded(tmp_path, text=yaml.safe_dump(tree)) == config
     assert tree["engine"]["loss_scale_growth_interval"] == 1000  # every default is stated
     assert fingerprint(tree) == fingerprint(to_tree(load(tmp_path / "run.yaml")))
-    assert fingerprint(tree) != fingerprint(to_tree(loaded(tmp_path)))
+    plain = to_tree(loaded(tmp_path))
+    assert fingerprint(tree) != fingerprint(plain)
+    assert (tree["phases"][0]["masks"], plain["phases"][0]["masks"]) == ("dynamic", "static")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "configs").glob("*.yaml")), ids=lambda path: path.name)

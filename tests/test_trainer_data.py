@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from data_prep.manifest import load_manifest
+from data_prep.tokenizer import load_tokenizer
 from trainer.config import Config, RunConfig
 from trainer.data import open_phases
 from trainer.errors import TrainerError
@@ -35,9 +38,11 @@ def problems(model: ModelConfig, *phases: Phase) -> list[str]:
 
 def test_a_fitting_run_opens(tiny_shards: Path, tiny_model: ModelConfig) -> None:
     [data] = open_phases(config(tiny_model, phase(tiny_shards, heldout=str(tiny_shards))), WORLD)
-    assert (data.order.sizes, data.order.seed, data.order.window) == ((64, 64, 64, 64, 43), 4, 2)
+    sizes = tuple(shard.samples for shard in load_manifest(tiny_shards).shards)
+    assert (data.order.sizes, data.order.seed, data.order.window) == (sizes, 4, 2) and len(sizes) == 5
     assert (data.global_batch, data.micro_batches) == (10, 2)
     assert (data.loader.rank, data.loader.ranks) == (1, 3) and data.heldout is not None
+    assert data.loader.masks is data.heldout.masks is None
 
 
 def test_everything_that_does_not_fit_is_told_at_once(
@@ -68,3 +73,64 @@ def test_another_vocabulary_of_the_same_size_is_refused(
         phases = [phase(tiny_shards, heldout=str(own_shards))]
     [line] = problems(tiny_model, *phases)
     assert "made with different tokenizers" in line
+
+
+def rewrite(folder: Path, old: str, new: str) -> None:
+    """Changes what the manifest says."""
+    manifest = folder / "manifest.json"
+    text = manifest.read_text()
+    assert text.count(old) == 1
+    manifest.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(("train", "heldout"), [("nsp", "sop"), ("sop", "nsp"), ("single", "nsp")])
+def test_held_out_pairs_of_another_task_are_refused(
+    tiny_shards: Path, own_shards: Path, tiny_model: ModelConfig, train: str, heldout: str, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(own_shards, tmp_path / "heldout"))
+    rewrite(own_shards, '"pairs": "nsp"', f'"pairs": "{train}"')
+    rewrite(other, '"pairs": "nsp"', f'"pairs": "{heldout}"')
+    [line] = problems(tiny_model, phase(own_shards, heldout=str(other)))
+    assert line.startswith(f"phases.0.heldout: its pairs are {heldout} but those of the training shards are {train}")
+    rewrite(other, f'"pairs": "{heldout}"', '"pairs": "single"')  # has no figure of a second task
+    open_phases(config(tiny_model, phase(own_shards, heldout=str(other))), WORLD)
+
+
+# ---- new masks -----------------------------------------------------------------------------------------------
+
+
+def test_new_masks_are_drawn_as_the_data_set_says(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+    dynamic = phase(tiny_shards, heldout=str(tiny_shards), masks="dynamic")
+    [data] = open_phases(config(tiny_model, dynamic), WORLD)
+    assert data.loader.masks is not None and data.heldout is not None and data.heldout.masks is None
+    settings = load_manifest(tiny_shards).settings
+    masking = data.loader.masks.masking
+    assert (masking.unit, masking.share) == ("token", settings.masked_share)
+    assert masking.most == settings.max_predictions
+    never = np.flatnonzero(~data.loader.masks.vocabulary.is_ordinary).tolist()
+    assert never == sorted(load_tokenizer(tiny_shards / "tokenizer").never)
+    data.loader.read(data.order, 0, 10, 2)  # refuses masks of another number
+    other = config(tiny_model, dynamic)
+    [again] = open_phases(replace(other, run=replace(other.run, seed=5)), WORLD)
+    assert again.loader.masks is not None and again.loader.masks.seed != data.loader.masks.seed
+
+
+def test_new_masks_of_words_are_refused(own_shards: Path, tiny_model: ModelConfig) -> None:
+    rewrite(own_shards, '"masking": "token"', '"masking": "word"')
+    open_phases(config(tiny_model, phase(own_shards)), WORLD)
+    [line] = problems(tiny_model, phase(own_shards, masks="dynamic"))
+    assert line.startswith("phases.0.train: masks is dynamic but its samples are masked by word")
+    assert line.endswith("set masks to static and build with more --duplicates, or build with --masking token")
+
+
+def test_new_masks_need_the_data_sets_own_tokenizer(
+    tiny_shards: Path, own_shards: Path, tiny_model: ModelConfig
+) -> None:
+    dynamic = phase(own_shards, masks="dynamic")
+    pieces = own_shards / "tokenizer" / "tokenizer.json"
+    pieces.write_text(pieces.read_text().replace('"ba"', '"ab"'))
+    [line] = problems(tiny_model, dynamic)
+    assert "tokenizer is not the manifest's tokenizer (its sha256 differs): restore it" in line
+    shutil.rmtree(own_shards / "tokenizer")
+    [line] = problems(tiny_model, dynamic)
+    assert line.startswith(f"phases.0.train: tokenizer folder {own_shards / 'tokenizer'} does not exist")

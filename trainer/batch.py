@@ -26,7 +26,7 @@ class MicroBatch:
     samples: Tensor  # (B,) int64, sample numbers: position in the run's order, they key the dropout
     masked: Tensor  # (P,) int64, index into T of each predicted token
     labels: Tensor  # (P,) int64, the original ids there, or IGNORED
-    is_next: Tensor  # (B,) int64, 1 where B follows A, 0 where it is from another document, or IGNORED
+    is_next: Tensor  # (B,) int64, 1 where B follows A, 0 where not (`Sample.is_next`), IGNORED where there is no B
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch on ``device``."""
@@ -42,6 +42,6 @@ class GlobalCounts:
     """What a step's losses are divided by: counts over the whole global batch, known before it is read."""
 
     targets: int  # masked positions
-    pairs: int  # sentence pairs
+    pairs: int  # sentence pairs; 0 where the data have no second task
     tokens: int  # valid tokens
     squares: int  # sum of the squared sequence lengths: what attention costs

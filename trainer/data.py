@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.manifest import Manifest, load_manifest
+from data_prep.draws import bits
+from data_prep.errors import DataError
+from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
+from data_prep.masking import Masking, make_vocabulary
+from data_prep.tokenizer import load_tokenizer
 from trainer.config import Config
 from trainer.errors import TrainerError
-from trainer.loader import Loader
+from trainer.loader import DynamicMasks, Loader
 from trainer.model import ModelConfig
 from trainer.order import Order
 from trainer.schedule import Phase, batch_of
 from trainer.world import World
+
+_MASKS = 4  # what draws are for; see trainer/order.py
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,19 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         except ValueError as error:
             problems.append(f"{where}.{key}: {error}")
             continue
-        loaders[key] = Loader(Path(folder), manifest, world.rank, world.size)
-        found = _misfits(manifest, phase, model) + loaders[key].problems()
-        problems += [f"{where}.{key}: {problem}" for problem in found]
+        found = _misfits(manifest, phase, model)
+        dynamic = key == "train" and phase.masks == "dynamic"
+        masks = _dynamic_masks(Path(folder), manifest, config.run.seed, found) if dynamic else None
+        loaders[key] = Loader(Path(folder), manifest, world.rank, world.size, masks)
+        problems += [f"{where}.{key}: {problem}" for problem in found + loaders[key].problems()]
     if len(loaders) < len(folders):
         return None
+    tasks = [loader.manifest.settings.pairs for loader in loaders.values()]
+    if tasks[-1] not in (tasks[0], "single"):
+        problems.append(
+            f"{where}.heldout: its pairs are {tasks[-1]} but those of the training shards are {tasks[0]}, which is "
+            "another task: name held-out shards built with the same --pairs"
+        )
     sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
     order = Order(sizes, config.run.seed, config.run.shuffle_window)
     return PhaseData(phase, loaders["train"], loaders.get("heldout"), order, *batch_of(phase, world.size))
@@ -76,3 +90,25 @@ def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
             f"{phase.sequence_length}: correct the one or name other shards"
         )
     return found
+
+
+def _dynamic_masks(folder: Path, manifest: Manifest, seed: int, found: list[str]) -> DynamicMasks | None:
+    """What the run draws new masks of the data set by; what stands in the way goes to ``found``."""
+    settings, specials = manifest.settings, manifest.tokenizer.specials
+    if settings.masking != "token":
+        found.append(
+            f"masks is dynamic but its samples are masked by {settings.masking}, where their number depends on the "
+            "draw: set masks to static and build with more --duplicates, or build with --masking token"
+        )
+        return None
+    try:
+        tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
+    except DataError as error:
+        found.append(str(error))
+        return None
+    if tokenizer.sha256() != manifest.tokenizer.sha256:
+        found.append(f"{folder / TOKENIZER_FOLDER} is not the manifest's tokenizer (its sha256 differs): restore it")
+        return None
+    vocabulary = make_vocabulary(manifest.tokenizer.vocab_size, tokenizer.never, specials.mask)
+    masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
+    return DynamicMasks(vocabulary, masking, int(bits(seed, _MASKS)[0]))  # not the static ones' seed, if it is equal

@@ -57,7 +57,8 @@ class EvaluationConfig:
 def evaluate(model: Bert, batches: Iterator[MicroBatch], device: torch.device) -> dict[str, float]:
     """Mean losses (nats) and accuracies over all ranks' ``batches``, each sample counted once.
 
-    Inside a process group every rank calls it, with its own share. Dropout is off.
+    Where no batch has pairs, there is no figure of the second task. Inside a process group every rank calls
+    it, with its own share. Dropout is off.
     """
     training = model.training
     model.eval()
@@ -72,12 +73,10 @@ def evaluate(model: Bert, batches: Iterator[MicroBatch], device: torch.device) -
     if dist.is_initialized():
         dist.all_reduce(sums)
     mlm_loss, mlm_correct, targets, nsp_loss, nsp_correct, pairs = sums.tolist()
-    return {
-        "mlm_loss": mlm_loss / max(targets, 1),
-        "mlm_accuracy": mlm_correct / max(targets, 1),
-        "nsp_loss": nsp_loss / max(pairs, 1),
-        "nsp_accuracy": nsp_correct / max(pairs, 1),
-    }
+    figures = {"mlm_loss": mlm_loss / max(targets, 1), "mlm_accuracy": mlm_correct / max(targets, 1)}
+    if pairs:
+        figures |= {"nsp_loss": nsp_loss / pairs, "nsp_accuracy": nsp_correct / pairs}
+    return figures
 
 
 def only_mask_token(batch: MicroBatch, mask_id: int) -> MicroBatch:

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep.manifest import Manifest, file_sha256
-from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, tar_path
+from data_prep.masking import Masking, Vocabulary, remask
+from data_prep.shards import NO_PAIR, Column, Sample, decode_sample, index_path, read_index, tar_path
 from trainer.batch import IGNORED, GlobalCounts, MicroBatch
 from trainer.errors import TrainerError
 from trainer.order import Order, deal
@@ -39,14 +41,27 @@ class StepBatch:
     wait_seconds: float = 0.0  # that training waited for it
 
 
+@dataclass(frozen=True)
+class DynamicMasks:
+    """What new masks are drawn by, of as many tokens as the static ones: unit token alone promises that."""
+
+    vocabulary: Vocabulary
+    masking: Masking
+    seed: int
+
+
 class Loader:
     """Reads the shards of one folder for rank ``rank`` of ``ranks``.
 
+    ``masks``: training reads each sample under new masks in each epoch; None: under the static ones.
     Raises TrainerError with the shard's name on any damage.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, rank: int, ranks: int) -> None:
-        self.folder, self.manifest, self.rank, self.ranks = folder, manifest, rank, ranks
+    def __init__(
+        self, folder: Path, manifest: Manifest, rank: int, ranks: int, masks: DynamicMasks | None = None
+    ) -> None:
+        self.folder, self.manifest, self.rank, self.ranks, self.masks = folder, manifest, rank, ranks, masks
+        self._sizes = np.array([shard.samples for shard in manifest.shards])
         self._shard = lru_cache(maxsize=256)(self._open)
 
     def problems(self) -> list[str]:
@@ -68,10 +83,15 @@ class Loader:
         lengths = index[:, Column.TOKENS]
         parts = deal(lengths, self.ranks * micro_batches)
         mine = parts[self.rank :: self.ranks]  # the k-th of all ranks are neighbours, so nearly equal in tokens
-        batches = tuple(self._collate(picks[part], position + part) for part in mine)
+        own = np.concatenate(mine)
+        samples = self._samples(picks[own])
+        if self.masks is not None:  # all of a step at once: half the time of one micro-batch after the other
+            samples = self._remasked(samples, picks[own], position + own, self.masks)
+        rest = iter(samples)
+        batches = tuple(self._collate(list(islice(rest, len(part))), position + part) for part in mine)
         counts = GlobalCounts(
             targets=int(index[:, Column.MASKED].sum()),
-            pairs=global_batch,
+            pairs=0 if self.manifest.settings.pairs == "single" else global_batch,
             tokens=int(lengths.sum()),
             squares=int((lengths**2).sum()),
         )
@@ -92,13 +112,13 @@ class Loader:
                 yield StepBatch(batch.position, batch.samples, batch.micro_batches, batch.counts, waited)
 
     def sweep(self, size: int) -> Iterator[MicroBatch]:
-        """This rank's share of every sample once, in the shards' own order, ``size`` at a time."""
-        sizes = [shard.samples for shard in self.manifest.shards]
+        """This rank's share of every sample once, static masks, in the shards' own order, ``size`` at a time."""
+        sizes = self._sizes.tolist()
         picks = np.concatenate([np.stack([np.full(n, s), np.arange(n)], axis=1) for s, n in enumerate(sizes)])
         numbers = np.arange(len(picks))[self.rank :: self.ranks]
         for start in range(0, len(numbers), size):
             part = numbers[start : start + size]
-            yield self._collate(picks[part], part)
+            yield self._collate(self._samples(picks[part]), part)
 
     def _index_rows(self, picks: NDArray[np.int64]) -> NDArray[np.int64]:
         """The index rows of (count, 2) picks: (count, columns)."""
@@ -128,23 +148,40 @@ class Loader:
 
     def _sample(self, shard: int, row: int) -> Sample:
         index, data = self._shard(shard)
-        offset, size = int(index[row, Column.OFFSET]), int(index[row, Column.BYTES])
+        offset, size, _, _, crc = index[row].tolist()
         payload = data[offset : offset + size]
-        if zlib.crc32(payload) != index[row, Column.CRC32]:
+        if zlib.crc32(payload) != crc:
             path = tar_path(self.folder, self.manifest.shards[shard].name)
             raise TrainerError(
                 f"shard {path} is damaged at sample {row}: its checksum differs; restore it or build the shards again"
             )
         return decode_sample(payload)
 
-    def _collate(self, picks: NDArray[np.int64], numbers: NDArray[np.int64]) -> MicroBatch:
-        if len(picks) == 0:  # more parts than samples: a sequence without targets keeps the ranks in step
+    def _samples(self, picks: NDArray[np.int64]) -> list[Sample]:
+        return [self._sample(shard, row) for shard, row in picks.tolist()]
+
+    def _remasked(
+        self, samples: list[Sample], picks: NDArray[np.int64], numbers: NDArray[np.int64], masks: DynamicMasks
+    ) -> list[Sample]:
+        """The samples under the masks of their epoch: a function of (seed, epoch, sample), not of its position."""
+        shard, row = picks.T
+        first, count = np.cumsum(self._sizes) - self._sizes, self._sizes.sum()
+        keys = numbers // count * count + first[shard] + row  # (B,) no two of them are equal in all epochs
+        masked = remask(samples, keys, masks.vocabulary, masks.masking, masks.seed)
+        if [len(sample.positions) for sample in masked] != [len(sample.positions) for sample in samples]:
+            raise TrainerError(  # the global batch's count, known beforehand, would be wrong
+                f"{self.folder}: new masks have other counts than its own: use masks: static, or build the shards again"
+            )
+        return masked
+
+    def _collate(self, samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
+        if not samples:  # more parts than samples: a sequence without targets keeps the ranks in step
             return filler(self.manifest.tokenizer.specials.cls, self.manifest.tokenizer.specials.sep)
-        return collate([self._sample(int(shard), int(row)) for shard, row in picks], numbers)
+        return collate(samples, numbers)
 
 
 def collate(samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
-    """One unpadded micro-batch of samples under their static masks; ``numbers`` key their dropout."""
+    """One unpadded micro-batch of samples under their masks; ``numbers`` key their dropout."""
     lengths = np.array([len(sample.ids) for sample in samples])
     starts = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
     tokens = np.concatenate([sample.ids for sample in samples]).astype(np.int64)  # (T,)
@@ -162,7 +199,7 @@ def collate(samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
         samples=torch.from_numpy(np.ascontiguousarray(numbers, np.int64)),
         masked=torch.from_numpy(masked.astype(np.int64)),
         labels=torch.from_numpy(labels),
-        is_next=torch.tensor([sample.is_next for sample in samples], dtype=torch.int64),
+        is_next=torch.tensor([IGNORED if s.is_next == NO_PAIR else s.is_next for s in samples], dtype=torch.int64),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Phase:
     power: float = 1.0  # of the polynomial decay; 1 is linear, 0 is constant
     end_learning_rate: float = 0.0
     heldout: str | None = None  # folder of held-out shards, evaluated during the phase
+    # of the training shards; static: those in them; dynamic: new ones in each epoch, for data masked by token
+    masks: Literal["static", "dynamic"] = "static"
 
     def problems(self) -> list[str]:
         """What contradicts itself in this phase, each with its remedy."""
