@@ -90,7 +90,7 @@ def build(
     job = Job(out, store or out / WORK / "store", settings, record)
     mark = fingerprint(job, texts)
     if is_complete(job, mark):
-        return load_manifest(out)
+        return _finished(load_manifest(out), figures)
     claim(job, mark)
     claim_store(job, texts)
     loaded.save(job.tokenizer_folder)
@@ -121,8 +121,7 @@ def build(
     )
     save_manifest(out, manifest)
     shutil.rmtree(job.work)
-    figures.succeed()
-    return manifest
+    return _finished(manifest, figures)
 
 
 def plan_block(block: Block, job: Job) -> tuple[bytes, PlanCounts]:
@@ -255,6 +254,24 @@ def _make_shards(
         length_counts[: len(lengths)] += lengths
     token_counts[list(astuple(job.tokenizer.specials))] = 0
     return tuple(records), token_counts, length_counts
+
+
+def _finished(manifest: Manifest, figures: Figures) -> Manifest:
+    """Sets the figures to the whole data set's, of which this run may have made a part only."""
+    corpus, plan = manifest.corpus, manifest.plan
+    figures.bytes_read = sum(file.bytes for file in corpus.files)
+    figures.bytes_replaced = sum(file.replaced for file in corpus.files)
+    figures.characters_cleaned = sum(file.cleaned for file in corpus.files)
+    figures.documents, figures.documents_duplicate = corpus.documents, corpus.duplicates
+    figures.documents_held_out = corpus.other_part
+    figures.sentences, figures.tokens = corpus.sentences, corpus.tokens
+    figures.sentences_empty = sum(file.empty for file in corpus.files)
+    figures.sentences_cut = sum(file.cut for file in corpus.files)
+    figures.tokens_left_over, figures.tokens_truncated = plan.left_over, plan.truncated
+    figures.pairs_unmaskable = plan.unmaskable
+    figures.samples, figures.shards = manifest.counts.samples, len(manifest.shards)
+    figures.succeed()
+    return manifest
 
 
 def _total(shards: tuple[ShardRecord, ...]) -> Counts:
