@@ -2,7 +2,8 @@
 
 ``.txt`` holds one paragraph or sentence a line and a blank line between documents. ``.jsonl`` holds one document a
 line, in a field of an object, with a blank line between paragraphs; ``.parquet`` holds one a row, in a column. The
-first two may be compressed with gzip, bzip2, xz or zstd.
+first two may be compressed with gzip, bzip2, xz or zstd. Memory holds a line of .jsonl, and a page of .parquet, as
+a whole; a line of .txt is cut instead.
 
 A line ends at LF or CRLF and nowhere else: a lone CR, VT, FF, NEL, U+2028 and their like are white space within it.
 Text is UTF-8. What is not is an error with its place ("strict"), or becomes U+FFFD and is counted ("replace").

@@ -19,7 +19,7 @@ from data_prep.errors import DataError
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what reading a damaged file raises
 NEAR = 1 << 12  # bytes: how far before its limit a line is cut at a space
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18
 READ_BYTES = 1 << 16  # at once from the disk
 ZSTD_BYTES = 1 << 10  # unpacked at once: they can come to 11 MB
 ZSTD_WINDOW = 1 << 31  # bytes: what `zstd --ultra --long=31` asks of a reader
@@ -44,10 +44,11 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
     Raises DataError for a compressed file that is damaged, or cut off in the midst of a member or frame.
     """
     number, column, rest = 1, 0, b""
+    block_bytes = min(BLOCK_BYTES, longest)  # so that only a first line can be too long
     try:
         file = _unpack(disk, path.suffix)
         rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-        while more := file.read(max(BLOCK_BYTES, len(rest))):  # so a long line is not copied once a block
+        while more := file.read(max(block_bytes, len(rest))):  # no long line is copied once a block
             rest += more
             while len(rest) > longest and rest.find(b"\n", 0, longest + 1) < 0:
                 end = _cut_before(rest, longest)
@@ -60,7 +61,7 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
     except DAMAGE as error:
         raise DataError(f"{path}: cannot be read after line {number - 1} ({error})") from None
     if rest:
-        yield Block(number, column, rest, True)
+        yield Block(number, column, rest.removesuffix(b"\n"), True)  # a file of three bytes may end in one
 
 
 def _cut_before(data: bytes, end: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import sentencex
 
-LONGEST = 10_000  # characters; a longer "sentence" has no punctuation and is cut
+LONGEST = 10_000  # characters; a "sentence" that does not end before has no punctuation and is cut
 WINDOW = 2_000  # characters split at once: the time for Chinese grows with the square
 CLOSING = "」』）〕】》〉｣］｝"  # never first in a sentence; `sentencex` does not know all of them
 
