@@ -139,7 +139,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _publish(options: argparse.Namespace) -> int:
-    publish(options.folder, options.url, PUBLISHERS)
+    done = publish(options.folder, options.url, PUBLISHERS)
+    print(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all proved; {done.sent:,} sent now")
     return 0
 
 

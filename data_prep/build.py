@@ -22,7 +22,7 @@ from data_prep.atomic import replacing
 from data_prep.corpus import Reading, Source, find_sources, parse_where, read_chunks
 from data_prep.draws import shuffled
 from data_prep.errors import DataError, KilledError
-from data_prep.job import WORK, Job, claim, claim_store, fingerprint, is_complete, release
+from data_prep.job import FINGERPRINT, WORK, Job, claim, claim_store, fingerprint, is_complete, release
 from data_prep.manifest import (
     FORMAT,
     LENGTH_COUNTS,
@@ -78,11 +78,7 @@ def build(
     """
     loaded = load_tokenizer(tokenizer)
     make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # refuses one that is too small
-    sources = find_sources(inputs, parse_where(settings.where))
-    for folder in (tokenizer, out, *([store] if store else [])):
-        inside = [source.path for source in sources if folder.resolve() in source.path.resolve().parents]
-        if inside:
-            raise DataError(f"input {inside[0]} lies in {folder}, which this build reads or writes; move one of them")
+    sources = _find_text(inputs, settings, [tokenizer, out, *([store] if store else [])])
     hashes = [file_sha256(source.path) for source in sources]
     texts = [(source.name, sha256) for source, sha256 in zip(sources, hashes, strict=True)]
     record = TokenizerRecord(loaded.vocab_size, loaded.sha256(), loaded.specials)
@@ -96,29 +92,13 @@ def build(
     loaded.save(job.tokenizer_folder)
     try:
         with start_workers(processes) as workers:
-            files = _tokenize(job, sources, hashes, workers, figures)
-            selected = _select(job, figures)
-            planned = _plan(job, selected, workers, figures)
-            shards, token_counts, length_counts = _make_shards(job, workers, figures)
+            manifest = _make(job, sources, hashes, workers, figures)
     except KilledError:
         raise  # what is done is kept for the next run
     except DataError:
         release(job)
         raise
     loaded.save(out / TOKENIZER_FOLDER)
-    manifest = Manifest(
-        format=FORMAT,
-        version=VERSION,
-        fingerprint=mark,
-        settings=settings,
-        tokenizer=record,
-        corpus=CorpusRecord(files, *selected),
-        plan=PlanRecord(**planned._asdict()),
-        counts=_total(shards),
-        shards=shards,
-        token_counts=_save_histogram(out / TOKEN_COUNTS, token_counts),
-        length_counts=_save_histogram(out / LENGTH_COUNTS, length_counts),
-    )
     save_manifest(out, manifest)
     shutil.rmtree(job.work)
     return _finished(manifest, figures)
@@ -145,6 +125,36 @@ def make_shard(number: int, job: Job) -> Measured:
     samples = make_samples(job.open_store(), pairs, number * size, job.vocabulary, job.tokenizer.specials, job.settings)
     write_shard(job.out, name, number * size, samples, id_dtype(job.tokenizer.vocab_size))
     return measure_shard(job.out, name, job.tokenizer.vocab_size)
+
+
+def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> list[Source]:
+    sources = find_sources(inputs, parse_where(settings.where))
+    for folder in ours:
+        inside = [source.path for source in sources if folder.resolve() in source.path.resolve().parents]
+        if inside:
+            raise DataError(f"input {inside[0]} lies in {folder}, which this build reads or writes; move one of them")
+    return sources
+
+
+def _make(job: Job, sources: list[Source], hashes: list[str], workers: Workers, figures: Figures) -> Manifest:
+    """The four stages."""
+    files = _tokenize(job, sources, hashes, workers, figures)
+    selected = _select(job, figures)
+    planned = _plan(job, selected, workers, figures)
+    shards, token_counts, length_counts = _make_shards(job, workers, figures)
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        fingerprint=(job.work / FINGERPRINT).read_text(),
+        settings=job.settings,
+        tokenizer=job.tokenizer,
+        corpus=CorpusRecord(files, *selected),
+        plan=PlanRecord(**planned._asdict()),
+        counts=_total(shards),
+        shards=shards,
+        token_counts=_save_histogram(job.out / TOKEN_COUNTS, token_counts),
+        length_counts=_save_histogram(job.out / LENGTH_COUNTS, length_counts),
+    )
 
 
 def _tokenize(

@@ -1,0 +1,296 @@
+"""How fast the build is, how much memory it takes, and whether it is exact: measured on this machine, in one table.
+
+    python -m data_prep.bench --input TEXT... --tokenizer DIR [--google CHECKOUT] [--only rates ...] [--json FILE]
+
+rates     `encode_batch` of the library `tokenizers` alone, with its own threads, on the sentences that the build
+          makes; and the build as users run it, from the start of the command to its end. In turn; medians.
+memory    The peak of all processes of a build together, for two sizes of text and for 1 and 5 passes over it. A
+          page that n processes share counts 1/n in each (PSS). The claim is the anonymous memory; pages of files
+          (the tokenized text, mapped; programs and libraries) come on top, and the system may drop them at will.
+google    The create_pretraining_data.py of a checkout of github.com/google-research/bert, as it is, and the build
+          with one worker, each tied to one core. In place of TensorFlow the script gets a package that only counts
+          what is written, which favours it. It is slow, and its rate does not depend on the size: it gets less text.
+identity  Whether 1, 2, 4 processes, and 1, 2, 3 ranks where there is MPI, make the same shards.
+
+Rates are in MB (1,000,000 bytes) of UTF-8 text a second, memory in MB. The text is plain .jsonl, cut off the input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from data_prep.cleaning import clean
+from data_prep.corpus import Reading, find_sources, read_chunks
+from data_prep.errors import DataError
+from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
+from data_prep.sentences import split_sentences
+from data_prep.tokenizer import load_tokenizer
+from data_prep.watch import Watched, run
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQUENCE_LENGTH, LANGUAGE = 128, "en"
+PROCESSES, RANKS, DUPLICATES = (1, 2, 4), (1, 2, 3), 5
+MB = 1_000_000
+BATCH = 8192  # sentences for one `encode_batch`: with 128 or with all at once it is slower
+STAGE = re.compile(r"^data_prep: (\w+) [^%\n]* in (?:(\d+) min )?([\d.]+) s(?:, [\d,]+ a second)?$", re.MULTILINE)
+MPI = {  # Open MPI: also as root, also more ranks than cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+TENSORFLOW = """\
+import glob, sys
+from types import SimpleNamespace as Names
+class Message(Names):
+    int64_list = float_list = Names(value=())
+    SerializeToString = bytes
+def writer(path):
+    sizes = []
+    return Names(write=lambda record: sizes.append(len(record)), close=lambda: print(len(sizes)))
+def define(name, default, text):
+    setattr(flags.FLAGS, name, default)
+def run():
+    for name, value in (argument[2:].split("=", 1) for argument in sys.argv[1:]):
+        kind = type(getattr(flags.FLAGS, name))
+        setattr(flags.FLAGS, name, value == "true" if kind is bool else kind(value) if kind in (int, float) else value)
+    sys.modules["__main__"].main(sys.argv)
+kinds = dict.fromkeys(["DEFINE_string", "DEFINE_integer", "DEFINE_float", "DEFINE_bool"], define)
+flags = Names(FLAGS=Names(), mark_flag_as_required=str, **kinds)
+gfile = Names(GFile=lambda path, mode: open(path, encoding="utf-8"), Glob=glob.glob)
+python_io = Names(TFRecordWriter=writer)
+train = Names(**dict.fromkeys(["Example", "Features", "Feature", "Int64List", "FloatList"], Message))
+logging = Names(INFO=0, set_verbosity=int, info=lambda *arguments: None)
+app = Names(run=run)
+"""  # as much of version 1 as create_pretraining_data.py asks for
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    value: float
+    unit: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A .jsonl, and the bytes of its text in UTF-8."""
+
+    path: Path
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.bytes / MB:.4g} MB"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, and where."""
+
+    options: argparse.Namespace
+    work: Path  # folder of all that is made
+    out: Path  # the data set of the last build
+    cores: int
+
+    def cut(self, megabytes: float) -> Text:
+        """The beginning of the input."""
+        path, size = self.work / f"text-{megabytes:g}.jsonl", 0
+        with path.open("w", encoding="utf-8") as file:
+            for _, document in groupby(read_paragraphs(self.options.input), itemgetter(0)):
+                taken = []
+                for _, paragraph in document:
+                    if size < megabytes * MB:
+                        taken.append(paragraph)
+                        size += len(paragraph.encode())
+                file.write(json.dumps({"text": "\n\n".join(taken)}, ensure_ascii=False) + "\n")
+                if size >= megabytes * MB:
+                    return Text(path, size)
+        raise DataError(f"the input holds {size / MB:.4g} MB of text, {megabytes:g} wanted; give more, or ask for less")
+
+    def build(self, text: Text, processes: int, duplicates: int = 1, ranks: int = 0, **watch: Any) -> Watched:
+        """Builds into ``out``, under MPI if there are ``ranks``; ``watch`` goes to `run`."""
+        shutil.rmtree(self.out, ignore_errors=True)
+        command = ["mpirun", "-n", str(ranks), sys.executable, "-m", "mpi4py"] if ranks else [sys.executable]
+        command += ["-m", "data_prep", "build", f"--input={text.path}", f"--out={self.out}", f"--language={LANGUAGE}"]
+        command += [f"--tokenizer={self.options.tokenizer.resolve()}", f"--sequence-length={SEQUENCE_LENGTH}"]
+        command += [f"--processes={processes}", f"--duplicates={duplicates}"]
+        say(f"building {text}, {f'ranks {ranks}' if ranks else f'processes {processes}'}, duplicates {duplicates}")
+        return run(command, ROOT, os.environ | MPI, **watch)
+
+
+def compare_rates(bench: Bench) -> Iterator[Row]:
+    """The library alone beside the whole build, in turn."""
+    text = bench.cut(bench.options.megabytes)
+    sentences = split(text, bench.work / "sentences.txt")
+    alone, builds = [], []
+    for _ in range(bench.options.repeats):
+        say(f"encode_batch alone on {text}")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            alone.append(fresh.submit(encode, sentences, bench.options.tokenizer).result())
+        builds.append(bench.build(text, bench.cores))
+    library = text.bytes / MB / statistics.median(alone)
+    middle = sorted(builds, key=lambda done: done.seconds)[len(builds) // 2]
+    whole = text.bytes / MB / middle.seconds
+    yield Row(f"encode_batch alone, {bench.cores} threads", library, "MB/s", f"{text}, median of {len(alone)}")
+    yield Row(f"the whole build, {bench.cores} processes", whole, "MB/s", f"{whole / library:.2f} of that")
+    stages = {name: 60 * int(minutes or 0) + float(seconds) for name, minutes, seconds in STAGE.findall(middle.output)}
+    for name, seconds in stages.items():
+        yield Row(f"  {name}", seconds, "s")
+    yield Row("  all else: start, hashes, manifest", middle.seconds - sum(stages.values()), "s")
+
+
+def compare_memory(bench: Bench) -> Iterator[Row]:
+    """Peaks by size of the text and by passes over it."""
+    small, large = bench.cut(bench.options.megabytes), bench.cut(bench.options.large_megabytes)
+    peaks = []
+    for text, duplicates in ((small, 1), (large, 1), (small, DUPLICATES)):
+        done = bench.build(text, bench.cores, duplicates, look=True)
+        peaks.append(done)
+        name = f"{text}, duplicates {duplicates}"
+        times = f"{done.anonymous / peaks[0].anonymous:.2f} times the first"
+        yield Row(f"{name}: anonymous memory", done.anonymous / MB, "MB", times)
+        times = f"{done.total / peaks[0].total:.2f} times the first"
+        yield Row(f"{name}: with pages of files", done.total / MB, "MB", times)
+
+
+def compare_google(bench: Bench) -> Iterator[Row]:
+    """Google's script and our build, on one core each."""
+    ours, theirs = bench.cut(bench.options.megabytes), bench.cut(bench.options.google_megabytes)
+    core = min(os.sched_getaffinity(0))
+    built, manifest = bench.build(ours, 1, core=core), load_manifest(bench.out)
+    shim = bench.work / "shim" / "tensorflow"
+    shim.mkdir(parents=True, exist_ok=True)
+    (shim / "__init__.py").write_text(TENSORFLOW)
+    flags = {
+        "input_file": split(theirs, bench.work / "google.txt"),
+        "output_file": os.devnull,
+        "vocab_file": bench.out / TOKENIZER_FOLDER / "vocab.txt",
+        "do_lower_case": str(load_tokenizer(bench.out / TOKENIZER_FOLDER).settings["do_lower_case"]).lower(),
+        "max_seq_length": manifest.settings.sequence_length,
+        "max_predictions_per_seq": manifest.settings.max_predictions,
+        "masked_lm_prob": manifest.settings.masked_share,
+        "short_seq_prob": manifest.settings.short_sequence_rate,
+        "dupe_factor": manifest.settings.duplicates,
+    }
+    script = bench.options.google.resolve() / "create_pretraining_data.py"
+    say(f"Google's script on {theirs}")
+    command = [sys.executable, str(script), *(f"--{name}={value}" for name, value in flags.items())]
+    done = run(command, bench.work, os.environ | {"PYTHONPATH": str(shim.parent)}, core)
+    rate, base = ours.bytes / MB / built.seconds, theirs.bytes / MB / done.seconds
+    yield Row("Google's script, one core", base, "MB/s", f"{theirs}, {int(done.output.split()[-1]):,} samples")
+    note = f"{ours}, {manifest.counts.samples:,} samples; {rate / base:.1f} times as fast"
+    yield Row("the whole build, one core", rate, "MB/s", note)
+
+
+def compare_identity(bench: Bench) -> Iterator[Row]:
+    """Shards by number of processes and of ranks. Raises DataError at the end if they are not the same."""
+    text = bench.cut(bench.options.megabytes)
+    mpi = shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
+    manifests: dict[str, Manifest] = {}
+    for count, ranks in [(count, 0) for count in PROCESSES] + [(1, count) for count in RANKS if mpi]:
+        bench.build(text, count, ranks=ranks)
+        manifests[f"ranks {ranks}" if ranks else f"processes {count}"] = load_manifest(bench.out)
+    first, *others = manifests
+    different = [name for name in others if manifests[name] != manifests[first]]
+    made = ", ".join(manifests) + ("" if mpi else "; no mpirun or no mpi4py, so no ranks")
+    yield Row("data sets that differ from the first", len(different), "", f"of {len(manifests)}: {made}")
+    if different:
+        raise DataError(f"not the same shards with {' and with '.join(different)} as with {first}")
+
+
+PARTS = {"rates": compare_rates, "memory": compare_memory, "google": compare_google, "identity": compare_identity}
+
+
+def read_paragraphs(inputs: list[Path]) -> Iterator[tuple[int, str]]:
+    """(number of the document, text) of the whole input."""
+    for chunk in read_chunks(find_sources(inputs), Reading()):
+        yield from chunk.paragraphs
+
+
+def split(text: Text, path: Path) -> Path:
+    """Writes the sentences that a build makes of a text, one a line, with a blank line between documents."""
+    say(f"splitting {text} into sentences")
+    with path.open("w", encoding="utf-8") as file:
+        for _, document in groupby(read_paragraphs([text.path]), itemgetter(0)):
+            for _, paragraph in document:
+                file.writelines(f"{sentence}\n" for sentence in split_sentences(clean(paragraph)[0], LANGUAGE)[0])
+            file.write("\n")
+    return path
+
+
+def encode(sentences: Path, tokenizer: Path) -> float:
+    """Seconds for `encode_batch` over all sentences, ids not taken out; wants a process whose threads are not set."""
+    lines = [line for line in sentences.read_text("utf-8").split("\n") if line]
+    encoder = load_tokenizer(tokenizer).encoder
+    start = time.perf_counter()
+    for first in range(0, len(lines), BATCH):
+        encoder.encode_batch(lines[first : first + BATCH], add_special_tokens=False)
+    return time.perf_counter() - start
+
+
+def say(what: str) -> None:
+    """A progress line."""
+    print(f"bench: {what}", file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m data_prep.bench", description="Measure the build on this machine.")
+    add = parser.add_argument
+    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text, as `build` takes it")
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="as `build` takes it")
+    add("--google", type=Path, metavar="DIR", help="checkout of github.com/google-research/bert")
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)} (all that can be)")
+    add("--megabytes", type=float, default=20, metavar="X", help="text of all parts (%(default)s)")
+    add("--large-megabytes", type=float, default=120, metavar="X", help="the larger text of memory (%(default)s)")
+    add("--google-megabytes", type=float, default=2, metavar="X", help="text of Google's script (%(default)s)")
+    add("--repeats", type=int, default=3, metavar="N", help="of what is timed in turn (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the figures here, too")
+    options = parser.parse_args(arguments)
+    chosen = options.only or [part for part in PARTS if part != "google" or options.google]
+    if "google" in chosen and options.google is None:
+        parser.error("google wants --google, a checkout")
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    machine = f"{model[1] if model else platform.machine()}, Python {platform.python_version()}"
+    print(machine)
+    figures: dict[str, list[dict[str, str | float]]] = {}
+    try:
+        with tempfile.TemporaryDirectory(prefix="data-prep-bench-") as work:
+            bench = Bench(options, Path(work), Path(work, "out"), len(os.sched_getaffinity(0)))
+            for part in chosen:
+                print(f"\n{part}", flush=True)
+                figures[part] = []
+                for row in PARTS[part](bench):
+                    figures[part].append(asdict(row))
+                    print(f"  {row.name:<50}{row.value:>10,.2f} {row.unit:<6}{row.note}".rstrip(), flush=True)
+    except DataError as error:
+        print(f"data_prep.bench: error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, **figures}, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""A whole data set to an object store, or to any other place that `fsspec` can write.
+
+    s3://bucket/folder    needs s3fs; keys as boto finds them (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a
+                          profile, the machine's role); AWS_ENDPOINT_URL_S3=http://minio:9000 names another server
+    gs://bucket/folder    needs gcsfs; az://container/folder needs adlfs
+    file:///mnt/folder    a disk, or a share that is mounted
+
+The manifest goes last: without it there is no data set, so a reader never trusts a part of one. What is there
+already is read back, and its sha256 compared with the manifest; what is missing or differs is sent, and read
+back as well. So a rerun goes on where the last one stopped, and of a whole data set it is the proof.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data_prep.atomic import TEMPORARY
+from data_prep.errors import DataError
+from data_prep.manifest import MANIFEST, TOKENIZER_FOLDER, file_sha256, load_manifest
+from data_prep.shards import PREFIX, index_path, tar_path
+from data_prep.verify import verify
+from data_prep.workers import show_progress
+
+Result = TypeVar("Result")
+
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # an object appears there when it is whole
+WAITS = (0.5, 1, 2, 4)  # seconds between two attempts; the drivers have retries of their own below these
+READ = 8 << 20  # bytes of an object in memory at once
+HOPELESS = (  # what another attempt will not change; anything else a driver raises may be the network
+    DataError,
+    PermissionError,
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    FileExistsError,
+    NotImplementedError,
+    ImportError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file of the data set and what must be found below the URL."""
+
+    path: Path
+    key: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it goes: a file system of `fsspec` and a folder, or a prefix of keys, in it."""
+
+    fs: Any  # fsspec has no types
+    root: str
+    url: str
+
+    def name(self, key: str) -> str:
+        """For the file system."""
+        return f"{self.root}/{key}"
+
+    def is_object_store(self) -> bool:
+        """Else it is like a disk, with folders, and with files that can be seen while they are written."""
+        protocols = self.fs.protocol
+        return bool(OBJECT_STORES.intersection([protocols] if isinstance(protocols, str) else protocols))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a run did; all of the data set's files are there, and proved."""
+
+    files: int
+    bytes: int
+    sent: int  # of the files
+    sent_bytes: int
+
+
+def publish(folder: Path, url: str, threads: int) -> Published:
+    """Sends what is missing or differs, ``threads`` files at once, and proves all of it by reading it back.
+
+    Raises DataError if the data set is not whole, if another one or its shards are there, if the driver or the
+    credentials are missing, and for a file that does not get there in several attempts. A rerun then goes on.
+    """
+    problems = verify(folder)
+    if problems:
+        raise DataError(f"not published, {folder} is damaged: {problems[0]}")
+    items = list_items(folder)
+    manifest = _item(folder, MANIFEST)
+    place = open_place(url)
+    _refuse_foreign(place, items, manifest)
+    total = sum(item.bytes for item in items)
+    sent = []
+    with ThreadPoolExecutor(threads) as pool:
+        settled = pool.map(partial(_settle, place), items)
+        for item, was_sent in show_progress(settled, "published", "bytes", lambda done: done[0].bytes, total):
+            if was_sent:
+                sent.append(item)
+    _refuse_foreign(place, items, manifest)  # others may have come meanwhile
+    if _settle(place, manifest)[1]:
+        sent.append(manifest)
+    return Published(len(items) + 1, total + manifest.bytes, len(sent), sum(item.bytes for item in sent))
+
+
+def list_items(folder: Path) -> list[Item]:
+    """All files of a data set but the manifest: what it names, and the tokenizer that `verify` has proved."""
+    manifest = load_manifest(folder)
+    items = []
+    for shard in manifest.shards:
+        tar, index = tar_path(folder, shard.name), index_path(folder, shard.name)
+        items.append(Item(tar, tar.name, shard.bytes, shard.sha256))
+        items.append(Item(index, index.name, index.stat().st_size, shard.index_sha256))
+    for histogram in (manifest.token_counts, manifest.length_counts):
+        path = folder / histogram.file
+        items.append(Item(path, path.name, path.stat().st_size, histogram.sha256))
+    tokenizer = sorted(path for path in (folder / TOKENIZER_FOLDER).iterdir() if path.is_file())
+    return items + [_item(folder, f"{TOKENIZER_FOLDER}/{path.name}") for path in tokenizer]
+
+
+def open_place(url: str) -> Place:
+    """Raises DataError for what is no URL, or one whose driver is missing."""
+    if "://" not in url or "::" in url:  # a chain may hold a cache, and reading that back proves nothing
+        raise DataError(f"{url}: wanted one URL, such as s3://bucket/folder or file:///mnt/folder")
+    import fsspec  # takes a tenth of a second, which each worker process of a build would pay
+
+    try:
+        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        package = getattr(error.__cause__, "name", None) or "the package it names"
+        raise DataError(f"{url}: its driver is not installed; pip install {package} ({error})") from None
+    except ValueError as error:
+        raise DataError(f"{url}: no such place ({error})") from None
+    if not root.strip("/"):
+        raise DataError(f"{url}: names no folder; wanted one such as s3://bucket/folder")
+    return Place(fs, root.rstrip("/"), url.rstrip("/"))
+
+
+def _item(folder: Path, key: str) -> Item:
+    path = folder / key
+    return Item(path, key, path.stat().st_size, file_sha256(path))
+
+
+def _refuse_foreign(place: Place, items: list[Item], manifest: Item) -> None:
+    """Another data set, or shards that a reader of ``shard-*`` would take for ours."""
+    found = _patiently(place, MANIFEST, partial(_measure, place, MANIFEST))
+    if found not in (None, (manifest.bytes, manifest.sha256)):
+        raise DataError(
+            f"{place.url} holds another data set: its {MANIFEST} is not {manifest.path}; publish to another URL, or "
+            "remove it there first"
+        )
+    names = {name.rsplit("/", 1)[-1].removesuffix(TEMPORARY) for name in _patiently(place, "", partial(_list, place))}
+    foreign = sorted(name for name in names - {item.key for item in items} if name.startswith(PREFIX))
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise DataError(
+            f"{place.url} holds {foreign[0]}{more}, not named by {manifest.path}; publish to another URL, or remove "
+            "them there first"
+        )
+
+
+def _settle(place: Place, item: Item) -> tuple[Item, bool]:
+    """Sees to it that an item is there, proved by its sha256; and whether it had to be sent."""
+    right = (item.bytes, item.sha256)
+    if _patiently(place, item.key, partial(_measure, place, item.key, item.bytes)) == right:
+        return item, False
+    if file_sha256(item.path) != item.sha256:
+        raise DataError(f"{item.path}: not the file in the manifest (its sha256 differs); build again, then publish")
+    _patiently(place, item.key, partial(_send, place, item))
+    return item, True
+
+
+def _send(place: Place, item: Item) -> None:
+    """Sends an item and reads it back; under its final name only whole files can be seen."""
+    name = place.name(item.key)
+    if place.is_object_store():
+        place.fs.put_file(str(item.path), name)
+    else:
+        place.fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+        place.fs.put_file(str(item.path), name + TEMPORARY)
+        place.fs.mv(name + TEMPORARY, name)
+    found = _measure(place, item.key)
+    if found != (item.bytes, item.sha256):
+        raise OSError(f"read back, it is {'missing' if found is None else f'{found[0]} other bytes'}")
+
+
+def _measure(place: Place, key: str, size: int | None = None) -> tuple[int, str] | None:
+    """Bytes and sha256 as read from the place; None if nothing is there, or nothing of ``size`` bytes."""
+    name = place.name(key)
+    try:
+        found = int(place.fs.info(name)["size"])
+        if size not in (None, found):
+            return None
+        with place.fs.open(name, "rb", block_size=READ) as file:
+            return found, hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def _list(place: Place) -> list[str]:
+    try:
+        return list(place.fs.ls(place.root, detail=False))
+    except FileNotFoundError:
+        return []
+
+
+def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
+    """``work()``, again after each of WAITS if it failed for a reason that may pass. Raises DataError, one line."""
+    where = f"{place.url}/{key}".rstrip("/")
+    waits = iter(WAITS)
+    while True:
+        try:
+            return work()
+        except Exception as error:  # each driver has classes of its own, which can't be named without importing it
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if "Credential" in type(error).__name__:
+                raise DataError(f"{where}: no credentials ({reason}); set them as the driver wants") from error
+            if isinstance(error, HOPELESS):
+                raise DataError(f"{where}: {reason}; check the URL, its bucket and your rights there") from error
+            wait = next(waits, None)
+            if wait is None:
+                times = len(WAITS) + 1
+                raise DataError(f"{where}: failed {times} times, at last with {reason}; run again to go on") from error
+            time.sleep(wait)

@@ -1,0 +1,250 @@
+"""`publish` to a real S3 server (moto's) and to folders, through interruption, damage and bad networks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import numpy as np
+import pytest
+import webdataset
+from corpora import contents, read_samples, write_corpus
+from fsspec.implementations.local import LocalFileSystem
+from moto.server import ThreadedMotoServer
+
+from data_prep import publish as module
+from data_prep.build import build
+from data_prep.errors import DataError
+from data_prep.manifest import MANIFEST, load_manifest
+from data_prep.publish import publish
+from data_prep.settings import make_settings
+from data_prep.verify import verify
+
+BUCKET = "bucket"
+READ = "import sys, urllib.request as web; sys.stdout.buffer.write(web.urlopen(sys.argv[1]).read())"
+FETCH = f"{sys.executable} -c '{READ}'"
+
+
+class Flaky(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A disk behind a bad network: the next uploads go wrong in the ways of ``faults``."""
+
+    protocol = "flaky"
+    faults: list[str] = []
+
+    def put_file(self, source: str, target: str, **options: Any) -> None:
+        super().put_file(source, target, **options)
+        match self.faults.pop() if self.faults else "none":
+            case "cut":
+                with open(target, "r+b") as file:
+                    file.truncate(100)
+                raise ConnectionResetError("the line is dead")
+            case "flip":
+                flip(Path(target))
+            case "forbid":
+                Path(target).unlink()
+                raise PermissionError("not yours")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four shards or more."""
+    folder = tmp_path_factory.mktemp("whole")
+    text, tokenizer = write_corpus(folder, [12] * 8, 8)
+    build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=9), 1)
+    return folder / "out"
+
+
+@pytest.fixture
+def data(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "data"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of an S3 server."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of the server, with an empty bucket there; users name their MinIO in the same way."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "me",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL_S3": server,
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=BUCKET)
+    yield client
+    for key in objects(client):
+        client.delete_object(Bucket=BUCKET, Key=key)
+    client.delete_bucket(Bucket=BUCKET)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
+    """Its faults are empty, and waiting for it takes no time."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(Flaky, "faults", [])
+    monkeypatch.setattr(module, "WAITS", (0, 0))
+    return Flaky
+
+
+def objects(client: Any) -> dict[str, bytes]:
+    listed = client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
+    return {item["Key"]: client.get_object(Bucket=BUCKET, Key=item["Key"])["Body"].read() for item in listed}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_all_of_it_gets_there_once(whole: Path, s3: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    done = publish(whole, f"s3://{BUCKET}/sets/first/", 3)
+    expected = contents(whole)
+    assert objects(s3) == {f"sets/first/{name}": content for name, content in expected.items()}
+    assert (done.files, done.bytes) == (done.sent, done.sent_bytes)
+    assert (done.files, done.bytes) == (len(expected), sum(map(len, expected.values())))
+    assert "published" in capfd.readouterr().err
+    again = publish(whole, f"s3://{BUCKET}/sets/first", 2)
+    assert (again.files, again.sent, again.sent_bytes) == (done.files, 0, 0)
+
+
+def test_stock_webdataset_reads_what_was_published(whole: Path, s3: Any) -> None:
+    publish(whole, f"s3://{BUCKET}/set", 2)
+    urls = []
+    for shard in load_manifest(whole).shards:
+        where = {"Bucket": BUCKET, "Key": f"set/{shard.name}.tar"}
+        urls.append(f"pipe:{FETCH} '{s3.generate_presigned_url('get_object', where)}'")
+    found = [sample["npy"] for sample in webdataset.WebDataset(urls, shardshuffle=False).decode()]
+    samples = list(read_samples(whole))
+    assert len(found) == len(samples) > 30
+    for numbers, sample in zip(found, samples, strict=True):
+        assert np.array_equal(numbers[4 : 4 + len(sample.ids)], sample.ids)
+
+
+def test_an_interrupted_upload_is_no_data_set_and_goes_on(data: Path, whole: Path, s3: Any) -> None:
+    flip(data / "shard-00003.tar")
+    with pytest.raises(DataError, match=r"shard-00003\.tar: not the file in the manifest"):
+        publish(data, f"s3://{BUCKET}/set", 1)
+    before = objects(s3)
+    assert {"set/shard-00000.tar", "set/shard-00002.idx.npy"} <= set(before)
+    assert f"set/{MANIFEST}" not in before and "set/shard-00003.tar" not in before
+    done = publish(whole, f"s3://{BUCKET}/set", 2)
+    assert done.sent == done.files - len(before) > 0
+    assert len(objects(s3)) == done.files
+
+
+def test_damaged_objects_are_found_and_sent_again(whole: Path, s3: Any) -> None:
+    publish(whole, f"s3://{BUCKET}/set", 2)
+    good = objects(s3)
+    tars = [good[f"set/shard-0000{number}.tar"] for number in range(3)]
+    damaged = {
+        "shard-00000.tar": tars[0][:-1] + b"?",
+        "shard-00001.tar": tars[1][:-10],
+        "shard-00002.tar": tars[2] + b"?",
+        "shard-00001.idx.npy": tars[0],
+        "token_counts.npy": b"",
+        "tokenizer/vocab.txt": good["set/tokenizer/vocab.txt"].replace(b"w", b"v", 1),
+    }
+    for name, content in damaged.items():
+        s3.put_object(Bucket=BUCKET, Key=f"set/{name}", Body=content)
+    s3.delete_object(Bucket=BUCKET, Key="set/shard-00003.tar")
+    done = publish(whole, f"s3://{BUCKET}/set", 2)
+    assert objects(s3) == good and done.sent == len(damaged) + 1
+    assert done.sent_bytes == sum(len(good[f"set/{name}"]) for name in [*damaged, "shard-00003.tar"])
+
+
+def test_what_others_put_there_is_refused(whole: Path, data: Path, s3: Any) -> None:
+    s3.put_object(Bucket=BUCKET, Key="below/other/shard-00000.tar", Body=b"a data set in a folder further down")
+    s3.put_object(Bucket=BUCKET, Key="below/README", Body=b"no shard")
+    publish(whole, f"s3://{BUCKET}/below", 2)
+    s3.put_object(Bucket=BUCKET, Key="below/shard-00099.tar", Body=b"?")
+    with pytest.raises(DataError, match=r"holds shard-00099\.tar, not named by"):
+        publish(whole, f"s3://{BUCKET}/below", 2)
+    (data / MANIFEST).write_bytes((data / MANIFEST).read_bytes() + b"\n")
+    before = objects(s3)
+    with pytest.raises(DataError, match="holds another data set"):
+        publish(data, f"s3://{BUCKET}/below", 2)
+    assert objects(s3) == before
+
+
+def test_a_folder_is_a_place_too(whole: Path, tmp_path: Path) -> None:
+    done = publish(whole, f"file://{tmp_path}/deep/down", 2)
+    assert contents(tmp_path / "deep/down") == contents(whole)
+    assert verify(tmp_path / "deep/down", full=True) == [] and done.sent == done.files
+    assert publish(whole, f"file://{whole}", 2).sent == 0
+
+
+def test_half_a_file_is_never_seen_under_its_name(whole: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
+    flaky.faults += ["forbid", "none", "cut", "cut", "cut", "none"]
+    for problem in (r"shard-00000\.idx\.npy: failed 3 times, at last with ConnectionResetError", "PermissionError"):
+        with pytest.raises(DataError, match=problem):
+            publish(whole, f"flaky://{tmp_path}/there", 1)
+        for path, content in contents(tmp_path / "there").items():
+            assert path.endswith(".tmp") or content == (whole / path).read_bytes()
+    publish(whole, f"flaky://{tmp_path}/there", 1)
+    assert contents(tmp_path / "there") == contents(whole)
+
+
+def test_what_fails_for_a_while_is_sent_again(whole: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
+    flaky.faults += ["flip", "cut", "none", "flip"]
+    done = publish(whole, f"flaky://{tmp_path}/there", 1)
+    assert contents(tmp_path / "there") == contents(whole) and done.sent == done.files and not flaky.faults
+    flip(tmp_path / "there/shard-00002.tar")
+    flaky.faults += ["flip"] * 3
+    with pytest.raises(DataError, match=r"shard-00002\.tar: failed 3 times.*read back"):
+        publish(whole, f"flaky://{tmp_path}/there", 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("bucket/folder", "wanted one URL"),
+        ("simplecache::s3://bucket/folder", "wanted one URL"),
+        ("s3://", "names no folder"),
+        ("nowhere://bucket/folder", "no such place"),
+        ("sftp://host/folder", "pip install paramiko"),
+        ("s3://absent/folder", "bucket does not exist"),
+    ],
+)
+def test_a_bad_place_costs_one_line(whole: Path, s3: Any, url: str, problem: str) -> None:
+    with pytest.raises(DataError, match=problem) as raised:
+        publish(whole, url, 1)
+    assert "\n" not in str(raised.value) and url in str(raised.value)
+
+
+def test_missing_credentials_cost_one_line(
+    whole: Path, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
+    with pytest.raises(DataError, match="no credentials") as raised:
+        publish(whole, f"s3://{BUCKET}/set", 1)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_damaged_data_set_stays_at_home(data: Path, tmp_path: Path) -> None:
+    (data / "shard-00001.tar").unlink()
+    with pytest.raises(DataError, match=r"is damaged: .*shard-00001\.tar missing"):
+        publish(data, f"file://{tmp_path}/there", 1)
+    assert not (tmp_path / "there").exists()
