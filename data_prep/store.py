@@ -9,6 +9,7 @@ document starts in sentences, and the end), ``digests`` (16 bytes a document, a 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Store:
         self, column: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[Any]:
         """``column[start:start + length]`` of each row, one after the other; column is ids or continues."""
+        if isinstance(column, np.memmap):
+            return _read(column, starts, lengths)
         ends = np.cumsum(lengths)
         shift = np.repeat(starts - (ends - lengths), lengths)
         return column[shift + np.arange(len(shift))]
@@ -163,6 +166,16 @@ class Digester:
     def end(self) -> bytes:
         """The digest of the document that is open."""
         return self._hash.digest() if self._has_text else b""
+
+
+def _read(column: np.memmap[Any, Any], starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]) -> NDArray[Any]:
+    """`Store.gather` by system calls: a page that is read through the map would count as this process's memory."""
+    size = column.itemsize
+    rows = zip((starts * size).tolist(), (lengths * size).tolist(), strict=True)
+    assert column.filename is not None
+    with open(column.filename, "rb") as file:
+        data = b"".join([os.pread(file.fileno(), length, start) for start, length in rows])
+    return np.frombuffer(data, column.dtype)
 
 
 def open_store(folder: Path, selection: Path, vocab_size: int) -> Store:
