@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from data_prep.draws import bits, uniform
 from data_prep.masking import Masking, Vocabulary, maskable
 from data_prep.settings import Settings
+from data_prep.shards import NO_PAIR
 from data_prep.store import Store
 
 SPECIALS_IN_PAIR = 3  # [CLS] A [SEP] B [SEP]
 SPECIALS_IN_SINGLE = 2  # [CLS] A [SEP]
-NO_PAIR = 2  # is_next of a single segment
 PAIR = np.dtype(
     [("a_start", "<i8"), ("b_start", "<i8"), ("a_length", "<i4"), ("b_length", "<i4"), ("is_next", "<i4")]
 )  # 28 bytes a sample; starts are offsets in Store.ids, lengths in tokens

@@ -27,7 +27,9 @@ CONTINUING = "##"
 LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
 BATCH = 128  # sentences encoded at once
 UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only fill up a vocabulary, as Google published BERT with
-MODEL = {  # what `transformers` takes for granted; these decide ids too, and the hash need not name them
+MODEL: dict[
+    str, Any
+] = {  # what `transformers` takes for granted; these decide ids too, and the hash need not name them
     "type": "WordPiece",
     "unk_token": "[UNK]",
     "continuing_subword_prefix": CONTINUING,

@@ -59,7 +59,7 @@ def measure_shard(folder: Path, name: str, vocab_size: int) -> Measured:
         samples=len(index),
         tokens=int(index[:, Column.TOKENS].sum()),
         masked=int(index[:, Column.MASKED].sum()),
-        is_next=int(is_next.sum()),
+        is_next=int(np.count_nonzero(is_next == 1)),
     )
     return Measured(record, np.bincount(ids, minlength=vocab_size), np.bincount(index[:, Column.TOKENS]))
 

@@ -3,7 +3,8 @@
 BERT's cleaning and its split into words treat each character alone, but for accents, which move only within
 a word, and a space always parts two words (that is why `load_tokenizer` takes no other kind of tokenizer).
 So the ids of a text are the ids of what stands between its spaces, one after the other, and a word's ids
-never change. Lambert's own tests compare the two on arbitrary Unicode.
+never change. A new word of Latin letters without accents, digits and marks is cut here, by the same rule in a
+third of the time; any other is the tokenizer's to encode. The tests compare all of it on arbitrary Unicode.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.tokenizer import CONTINUING, Tokenizer
+from data_prep.tokenizer import CONTINUING, MODEL, Tokenizer
 
 MOST_CHARACTERS = 1 << 21  # in the words of the cache; it starts anew beyond that: bounded memory
-BATCH = 64  # words encoded in one text
 BORDER = "\n"  # a word of no ids, between two sentences
-SEPARATORS = "|~^`}{"  # one that is a piece parts the words of a batch
+_is_plain = re.compile("[!-~“”‘’–—…]+").fullmatch  # BERT makes a piece of each mark among these, and keeps the rest
+_parts = re.compile("[A-Za-z0-9]+|[^A-Za-z0-9]").findall
 CHINESE = re.compile("([\u3400-\u4dbf\u4e00-\u9fff])")  # among the characters that BERT sets apart
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
@@ -43,13 +44,12 @@ class WordCache:
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger[Any]], given_words: bool) -> None:
         self._tokenizer, self._dtype, self._given_words = tokenizer, dtype, given_words
-        chinese = {i for i, piece in enumerate(tokenizer.pieces) if CHINESE.fullmatch(piece)}
-        self._is_chinese = _flags(tokenizer.vocab_size, chinese)
-        self._is_inner = _flags(
-            tokenizer.vocab_size, {i for i, piece in enumerate(tokenizer.pieces) if piece.startswith(CONTINUING)}
-        )
+        pieces = tokenizer.pieces
+        self._vocab = {piece: number for number, piece in enumerate(pieces)}
+        self._is_chinese = np.array([CHINESE.fullmatch(piece) is not None for piece in pieces], np.uint8)
+        self._is_inner = np.array([piece.startswith(CONTINUING) for piece in pieces], np.uint8)
         self._splits_chinese = bool(tokenizer.settings["tokenize_chinese_chars"]) and not given_words
-        self._separator = _separator(tokenizer)
+        self._lowercase = bool(tokenizer.settings["do_lower_case"])
         self._clear()
 
     @property
@@ -77,19 +77,21 @@ class WordCache:
         return Encoded(self._ids[index], self._continues[index], np.diff(borders, prepend=0))
 
     def _clear(self) -> None:
+        self._known_parts: dict[str, list[int]] = {}
         self._numbers = _Numbers({BORDER: 0, "": 1})
         self._ids = np.empty(0, self._dtype)
         self._continues = np.empty(0, np.uint8)
         self._starts = self._lengths = np.zeros(2, np.int64)  # of each word in the two above
 
     def _learn(self) -> None:
-        """Encodes the words that were met for the first time."""
+        """Finds the ids of the words that were met for the first time."""
         words = self._numbers.take_new()
         if not words:
             return
-        parts = [self._encode(words[start : start + BATCH]) for start in range(0, len(words), BATCH)]
-        ids = np.concatenate([ids for ids, _ in parts]).astype(self._dtype)
-        lengths = np.concatenate([lengths for _, lengths in parts])
+        others = self._tokenizer.encode([word for word in words if not _is_plain(word)])
+        rows = [self._find(word) if _is_plain(word) else next(others) for word in words]
+        lengths = np.array([len(row) for row in rows], np.int64)
+        ids = np.fromiter(chain.from_iterable(rows), self._dtype, int(lengths.sum()))
         first = np.zeros(len(ids), np.bool_)
         starts = np.cumsum(lengths) - lengths
         first[starts[lengths > 0]] = True
@@ -103,16 +105,31 @@ class WordCache:
         self._ids = np.concatenate([self._ids, ids])
         self._continues = np.concatenate([self._continues, continues])
 
-    def _encode(self, words: list[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids of the words and their lengths. As one text, since a call costs more than a word, if that is safe."""
-        if self._separator is not None and not any(self._separator[0] in word for word in words):
-            piece, separator = self._separator
-            ids = np.array(next(self._tokenizer.encode([f" {piece} ".join(words)])), np.int64)
-            found = np.flatnonzero(ids == separator)
-            if len(found) == len(words) - 1:
-                return np.delete(ids, found), np.diff(found, prepend=-1, append=len(ids)) - 1
-        rows = list(self._tokenizer.encode(words))
-        return np.array(list(chain.from_iterable(rows)), np.int64), np.array([len(row) for row in rows], np.int64)
+    def _find(self, word: str) -> list[int]:
+        """The ids of a plain word: of its runs of letters and digits, and of the marks between them."""
+        ids: list[int] = []
+        for part in (word,) if word.isalnum() else _parts(word):
+            known = self._known_parts.get(part)
+            if known is None:
+                known = self._known_parts[part] = self._cut(part.lower() if self._lowercase else part)
+            ids += known
+        return ids
+
+    def _cut(self, part: str) -> list[int]:
+        """WordPiece: from the left, the longest piece each time (Wu et al., "Google's NMT", 2016, section 4.1)."""
+        ids: list[int] = []
+        start = 0
+        while start < len(part) <= MODEL["max_input_chars_per_word"]:
+            prefix = CONTINUING if start else ""
+            for end in range(len(part), start, -1):
+                found = self._vocab.get(prefix + part[start:end])
+                if found is not None:
+                    break
+            else:
+                break
+            ids.append(found)
+            start = end
+        return ids if start == len(part) else [self._tokenizer.specials.unk]
 
 
 class _Numbers(dict[str, int]):
@@ -133,18 +150,3 @@ class _Numbers(dict[str, int]):
         new, self._new = self._new, []
         self.characters += sum(map(len, new))
         return new
-
-
-def _separator(tokenizer: Tokenizer) -> tuple[str, int] | None:
-    """A punctuation mark that is a piece, with its id."""
-    known = {piece: i for i, piece in enumerate(tokenizer.pieces)}
-    for mark in SEPARATORS:
-        if mark in known and list(tokenizer.encode([f"a {mark} a"]))[0].count(known[mark]) == 1:
-            return mark, known[mark]
-    return None
-
-
-def _flags(size: int, ids: set[int]) -> NDArray[np.uint8]:
-    flags = np.zeros(size, np.uint8)
-    flags[sorted(ids)] = 1
-    return flags

@@ -45,11 +45,11 @@ def test_a_full_cache_starts_anew(tokenizer: Tokenizer, monkeypatch: pytest.Monk
     assert small.characters < cache.characters
 
 
-def test_without_a_separator_words_are_encoded_alone(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_tokenizer(tmp_path / "t", ["a", "##b"]))
-    encoded = WordCache(loaded, U2, given_words=False).encode(["ab a |", "", "ab"])
-    assert encoded.lengths.tolist() == [4, 0, 2]
-    assert encoded.ids.tolist() == [5, 6, 5, 1, 5, 6]
+@given(words=st.lists(st.text(st.sampled_from("abcABC09.,-'[]|“—…")), max_size=30))
+def test_plain_words_are_cut_as_the_tokenizer_does(tokenizer: Tokenizer, words: list[str]) -> None:
+    text = [clean(" ".join(words))[0], "a" * 100, "a" * 101, "[MASK] [unused0]"]
+    encoded = WordCache(tokenizer, U2, given_words=False).encode(text)
+    assert encoded.ids.tolist() == [id for ids in tokenizer.encode(text) for id in ids]
 
 
 def test_pieces_of_a_word_continue_it(tmp_path: Path) -> None:
