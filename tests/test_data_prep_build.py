@@ -184,8 +184,8 @@ def test_work_of_another_build_is_left_alone(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_killed_at_any_moment_and_rerun(tmp_path: Path) -> None:
-    text, tokenizer = write_corpus(tmp_path, [60] * 400, 8)  # about 2 s of tokenizing
-    arguments = command(text, tokenizer, tmp_path / "out", "--processes", "1", "--samples-per-shard", "4000")
+    text, tokenizer = write_corpus(tmp_path, [60] * 100, 8)
+    arguments = command(text, tokenizer, tmp_path / "out", "--processes", "1", "--samples-per-shard", "1000")
     for wanted in (".work/store/ids.*", ".work/plan.*", "shard-*.tmp", "tokenizer/vocab.txt.*"):
         run = start(arguments)
         while run.poll() is None and not list((tmp_path / "out").glob(wanted)):
@@ -193,7 +193,7 @@ def test_killed_at_any_moment_and_rerun(tmp_path: Path) -> None:
         run.kill()
         run.wait(60)
     assert main(arguments) == 0
-    assert main(command(text, tokenizer, tmp_path / "whole", "--samples-per-shard", "4000")) == 0
+    assert main(command(text, tokenizer, tmp_path / "whole", "--samples-per-shard", "1000")) == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
