@@ -45,7 +45,9 @@ class WordCache:
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger[Any]], given_words: bool) -> None:
         self._tokenizer, self._dtype, self._given_words = tokenizer, dtype, given_words
         pieces = tokenizer.pieces
-        self._vocab = {piece: number for number, piece in enumerate(pieces)}
+        self._heads = {piece: i for i, piece in enumerate(pieces)}
+        self._tails = {piece[2:]: i for i, piece in enumerate(pieces) if piece.startswith(CONTINUING)}
+        self._longest = max(map(len, pieces))
         self._is_chinese = np.array([CHINESE.fullmatch(piece) is not None for piece in pieces], np.uint8)
         self._is_inner = np.array([piece.startswith(CONTINUING) for piece in pieces], np.uint8)
         self._splits_chinese = bool(tokenizer.settings["tokenize_chinese_chars"]) and not given_words
@@ -88,8 +90,9 @@ class WordCache:
         words = self._numbers.take_new()
         if not words:
             return
-        others = self._tokenizer.encode([word for word in words if not _is_plain(word)])
-        rows = [self._find(word) if _is_plain(word) else next(others) for word in words]
+        plain = [_is_plain(word) for word in words]
+        others = self._tokenizer.encode([word for word, here in zip(words, plain, strict=True) if not here])
+        rows = [self._find(word) if here else next(others) for word, here in zip(words, plain, strict=True)]
         lengths = np.array([len(row) for row in rows], np.int64)
         ids = np.fromiter(chain.from_iterable(rows), self._dtype, int(lengths.sum()))
         first = np.zeros(len(ids), np.bool_)
@@ -107,29 +110,32 @@ class WordCache:
 
     def _find(self, word: str) -> list[int]:
         """The ids of a plain word: of its runs of letters and digits, and of the marks between them."""
-        ids: list[int] = []
-        for part in (word,) if word.isalnum() else _parts(word):
-            known = self._known_parts.get(part)
-            if known is None:
-                known = self._known_parts[part] = self._cut(part.lower() if self._lowercase else part)
-            ids += known
-        return ids
+        if self._lowercase:
+            word = word.lower()
+        if word.isalnum():
+            return self._find_part(word)
+        return [id for part in _parts(word) for id in self._find_part(part)]
+
+    def _find_part(self, part: str) -> list[int]:
+        known = self._known_parts.get(part)
+        if known is None:
+            known = self._known_parts[part] = self._cut(part)
+        return known
 
     def _cut(self, part: str) -> list[int]:
         """WordPiece: from the left, the longest piece each time (Wu et al., "Google's NMT", 2016, section 4.1)."""
-        ids: list[int] = []
-        start = 0
-        while start < len(part) <= MODEL["max_input_chars_per_word"]:
-            prefix = CONTINUING if start else ""
-            for end in range(len(part), start, -1):
-                found = self._vocab.get(prefix + part[start:end])
-                if found is not None:
-                    break
-            else:
-                break
-            ids.append(found)
-            start = end
-        return ids if start == len(part) else [self._tokenizer.specials.unk]
+        if len(part) > MODEL["max_input_chars_per_word"]:
+            return [self._tokenizer.specials.unk]
+        ids, vocab, start, length = [], self._heads, 0, len(part)
+        while start < length:
+            end = min(length, start + self._longest)
+            while end > start and part[start:end] not in vocab:
+                end -= 1
+            if end == start:
+                return [self._tokenizer.specials.unk]
+            ids.append(vocab[part[start:end]])
+            start, vocab = end, self._tails
+        return ids
 
 
 class _Numbers(dict[str, int]):
