@@ -1,53 +1,106 @@
-"""Run by test_trainer_checkpoint.py on each rank: train, save, restore.
+"""Run by test_trainer_checkpoint.py and test_trainer_weights.py on each rank: train, save, restore.
 
-    python tests/checkpoint_on_ranks.py ROOT ZERO_STAGE STEPS
+    python tests/checkpoint_on_ranks.py ROOT ZERO_STAGE STEPS [key=value …]
 
-Restores the newest checkpoint under ROOT if there is one, takes STEPS steps, saves, and on rank 0 writes
-the losses of its steps to ROOT/losses-<first step>.json.
+Restores the newest checkpoint under ROOT if there is one, or starts from ``weights=PATH``; takes STEPS steps;
+saves ``every=N`` of them and the last; writes the losses of its steps to ROOT/losses-<first step>.json on rank 0
+and prints what became of each save. ``asynchronous=false``: saves hold training up. ``full=RANK:FIRST:LAST,…``:
+the disk of one rank takes no file of more than 10 kB while these steps are saved. ``slow=SECONDS``: the
+publication of a checkpoint takes so long. ``timeout=SECONDS``: a collective may take no longer.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import engine_on_ranks as tiny
 import torch.distributed as dist
 
-from trainer import checkpoint
+from trainer import checkpoint, saving, weights
+from trainer.checkpoint import CheckpointConfig
 from trainer.engine import Engine, EngineConfig
 from trainer.errors import TrainerError
 from trainer.optimizer import OptimizerConfig
-from trainer.world import from_launcher, join, leave, together
+from trainer.world import World, from_launcher, join, leave, together
 
 
 def main() -> None:
     root, stage, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    options = dict(option.split("=", 1) for option in sys.argv[4:])
     world = from_launcher("cpu")
     join(world, 60)
     engine = Engine(EngineConfig(zero_stage=stage, precision="fp32"), tiny.MODEL, OptimizerConfig(), world, seed=3)  # type: ignore[arg-type]
-    found, _ = checkpoint.newest(root)
-    first = 0
+    slow_down(float(options.get("slow", 0)), int(options.get("timeout", 60)))
+    config = CheckpointConfig(asynchronous=options.get("asynchronous") != "false")
+    saver = saving.Saver(root, config, engine.optimizer, world)
     try:
-        if found is not None:
-            together(lambda: checkpoint.restore(found, engine.optimizer, world), world)
-            engine.refresh_weights()
-            first = int(found.record["step"])
+        first = restore(root, engine, world, options.get("weights"))
         losses = []
         for step in range(first, first + steps):
             batches, counts = tiny.cut(step, world.rank, world.size, 2)
             sums = engine.step(batches, counts, step, 1e-3).sums
             dist.all_reduce(sums)
             losses.append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
-        record = {"step": first + steps, "optimizer": {"steps": engine.optimizer.steps}}
-        checkpoint.save(root, first + steps, engine.optimizer, record, 3, world)
+            if (step + 1 - first) % int(options.get("every", steps)) == 0:
+                save(saver, step + 1, engine, options.get("full"), world)
+            else:
+                tell(saver.look(), world)
+        if steps == 0:
+            save(saver, first, engine, None, world)
+        tell(saver.finish(), world)
     except TrainerError as error:
         print(f"error: {error}" if str(error) else "", flush=True)
         leave(2)
     if world.is_main:
         (root / f"losses-{first}.json").write_text(json.dumps(losses))
     leave(0)
+
+
+def slow_down(seconds: float, timeout: int) -> None:
+    """Publications that take ``seconds`` more, and collectives that may take ``timeout``."""
+    publish = saving._publish
+
+    def slowly(*arguments: Any) -> int:
+        time.sleep(seconds)
+        return publish(*arguments)
+
+    saving._publish = slowly  # type: ignore[assignment]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
+
+
+def restore(root: Path, engine: Engine, world: World, path: str | None) -> int:
+    """The first step."""
+    found, _ = checkpoint.newest(root)
+    if found is not None:
+        together(lambda: checkpoint.verify(found, world.rank, world.size), world)
+        together(lambda: checkpoint.restore(found, engine.optimizer), world)
+    elif path is not None:
+        together(lambda: weights.start_from(Path(path), tiny.MODEL, engine.optimizer, print), world)
+    engine.refresh_weights()
+    return int(found.record["step"]) if found is not None else 0
+
+
+def save(saver: saving.Saver, step: int, engine: Engine, full: str | None, world: World) -> None:
+    """Save one step, on a disk that may be full on one rank."""
+    times = [tuple(map(int, part.split(":"))) for part in full.split(",")] if full else []
+    limited = any(world.rank == rank and first <= step <= last for rank, first, last in times)
+    model = {"model": asdict(tiny.MODEL)}
+    record = {"step": step, "optimizer": {"steps": engine.optimizer.steps}, "config": model}
+    tell(saver.finish(), world)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if limited else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    tell(saver.save(step, record), world)
+
+
+def tell(ended: list[saving.Saved], world: World) -> None:
+    for saved in ended:
+        print(f"step {saved.step}: {saved.failure or 'whole'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from data_prep import pairs as module
 from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.masking import make_vocabulary
-from data_prep.pairs import BLOCK_DOCUMENTS, BLOCK_TOKENS, NO_PAIR, Block, PlanCounts, cut_blocks, plan_pairs
+from data_prep.pairs import BLOCK_DOCUMENTS, BLOCK_TOKENS, Block, PlanCounts, cut_blocks, plan_pairs
 from data_prep.settings import Settings, make_settings
+from data_prep.shards import NO_PAIR
 from data_prep.store import Store
 
 UNKNOWN = 1

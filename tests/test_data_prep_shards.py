@@ -100,6 +100,17 @@ def test_members_are_plain_npy_in_a_plain_tar(tmp_path: Path) -> None:
         assert [bool(words[i // 16] >> i % 16 & 1) for i in range(16 * len(words))][:n] == written.continues.tolist()
 
 
+@pytest.mark.parametrize("number", [0, 7, 999_999_999_990])
+def test_tar_headers_are_tarfiles_own(tmp_path: Path, number: int) -> None:
+    write_shard(tmp_path, NAME, number, [sample(n) for n in (30, 128)], "<u4")
+    whole = (tmp_path / f"{NAME}.tar").read_bytes()
+    for row, (offset, size, *_) in enumerate(read_index(tmp_path / f"{NAME}.idx.npy").tolist()):
+        entry = tarfile.TarInfo(f"{number + row:012d}.npy")
+        entry.size = size
+        assert whole[offset - 512 : offset] == entry.tobuf(tarfile.USTAR_FORMAT)
+    assert whole[-1024:] == bytes(1024)
+
+
 @pytest.mark.parametrize("single", [False, True])
 def test_a_sample_of_128_tokens_takes_a_kilobyte_of_tar(tmp_path: Path, single: bool) -> None:
     members(tmp_path, [sample(128, 19, single=single)] * 50)

@@ -17,6 +17,8 @@ from ranks import ROOT
 
 PACKAGES = ("data_prep", "kernels", "trainer")
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+# What the trainer sees of data_prep: the contract of a data set, and how it is named where it was published.
+DATA_SET = ("atomic", "draws", "errors", "manifest", "masking", "publish", "shards", "tokenizer")
 LONGEST_FILE, LONGEST_FUNCTION = 350, 60
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -78,6 +80,8 @@ def test_imports_point_one_way(path: Path) -> None:
         case "trainer":
             ours = found & {path.name for path in ROOT.iterdir() if path.is_dir()}
             assert ours <= {"trainer", "kernels", "data_prep"}
+            used = {name for name in imported(path) if re.fullmatch(r"data_prep\.\w+", name)}
+            assert used <= {f"data_prep.{name}" for name in DATA_SET}
     assert not found & {"tests", "deploy", "apex", "pytest"}
 
 

@@ -1,28 +1,47 @@
-"""Checkpoints: other numbers of ranks and stages, damage, partial ones, and saves that fail."""
+"""Checkpoints: other numbers of ranks and stages, damage, kills, full disks, and what a run does about them."""
 
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import ranks
 import torch
-from safetensors.torch import load_file
+from corpora import contents
+from runs import lines, wait_for, write_config
 
 from trainer import checkpoint
+from trainer.checkpoint import CheckpointConfig, tree_sha256
 from trainer.errors import TrainerError
+from trainer.saving import prune
+from trainer.schedule import Phase
+from trainer.train import require_same_run
+
+PART = "part-00001-of-00002.safetensors"
+FULL = "File too large"  # what a file meets at its size limit, as it would a full disk
 
 
-def train(root: Path, size: int, stage: int, steps: int) -> list[tuple[int, str]]:
+def train(root: Path, size: int, stage: int, steps: int, *options: str) -> list[tuple[int, str]]:
     script = "tests/checkpoint_on_ranks.py"
-    return ranks.finish(ranks.start(size, script, str(root), str(stage), str(steps)))
+    return ranks.finish(ranks.fork(size, script, str(root), str(stage), str(steps), *options))
 
 
 def losses(root: Path, first: int) -> list[float]:
     loaded: list[float] = json.loads((root / f"losses-{first}.json").read_text())
     return loaded
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     for name, steps in (("straight", 6), ("half", 3)):
         (folder / name).mkdir()
-        assert [code for code, _ in train(folder / name, 2, 1, steps)] == [0, 0]
+        assert [code for code, _ in train(folder / name, 2, 1, steps, "every=1")] == [0, 0]
     return folder
 
 
@@ -41,15 +60,13 @@ def half(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved / "half", tmp_path / "half"))
 
 
-def test_same_ranks_go_on_bit_for_bit(saved: Path, half: Path) -> None:
-    assert [code for code, _ in train(half, 2, 1, 3)] == [0, 0]
+def test_same_ranks_go_on_bit_for_bit_and_both_ways_of_saving_write_the_same_bytes(saved: Path, half: Path) -> None:
+    """``straight`` saves each step while it trains on; the resumed run waits for its save."""
+    assert [code for code, _ in train(half, 2, 1, 3, "asynchronous=false")] == [0, 0]
     assert losses(half, 3) == losses(saved / "straight", 0)[3:]
-    parts = sorted(path.name for path in (half / "step-00000006").glob("*.safetensors"))
-    assert len(parts) == 2
-    for part in parts:
-        ours, theirs = (load_file(root / "step-00000006" / part) for root in (half, saved / "straight"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (contents(root / "step-00000006") for root in (half, saved / "straight"))
+    assert ours == theirs and len(ours) == 3
+    assert (half / "latest").read_text() == "step-00000006\n"
 
 
 @pytest.mark.parametrize(("size", "stage"), [(1, 1), (3, 2), (1, 0)])
@@ -66,63 +83,91 @@ def test_parts_make_whole_tensors_of_the_models_shapes(half: Path) -> None:
     assert all(w.dtype == torch.float32 and w.numel() > 0 for w in weights.values())
 
 
+# ---- damage ----------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Edit a checkpoint.json, and sign it again."""
+    path = folder / "checkpoint.json"
+    tree = json.loads(path.read_text())
+    del tree["sha256"]
+    edit(tree)
+    path.write_text(json.dumps({**tree, "sha256": tree_sha256(tree)}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda folder: (folder / PART).unlink(), f"is damaged: {PART} is missing"),
+    "short": (lambda folder: (folder / PART).write_bytes(b"x"), f"is damaged: {PART} has 1 bytes instead of"),
+    "extra": (
+        lambda folder: (folder / "part-00002-of-00003.safetensors").touch(),
+        "part-00002-of-00003.safetensors is",
+    ),
+    "unlisted": (lambda folder: change(folder, lambda tree: tree["parts"].pop()), "its list of parts is not that of"),
+    "no record": (lambda folder: (folder / "checkpoint.json").unlink(), "it has no readable checkpoint.json"),
+    "half a record": (lambda folder: (folder / "checkpoint.json").write_text("{"), "has no readable checkpoint.json"),
+    "record": (
+        lambda folder: flip(
+            folder / "checkpoint.json", (folder / "checkpoint.json").read_text().index('"step": 3') + 8
+        ),
+        "the sha256 of checkpoint.json differs",
+    ),
+    "foreign": (
+        lambda folder: change(folder, lambda tree: tree.update(format="another")),
+        "is not a checkpoint of this version of Lambert",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_is_not_whole_is_passed_over_by_name(half: Path, kind: str) -> None:
+    harm, said = DAMAGE[kind]
+    harm(half / "step-00000003")
+    found, passed = checkpoint.newest(half)
+    assert found is not None and found.folder.name == "step-00000002"
+    assert len(passed) == 1 and "step-00000003" in passed[0] and said in passed[0]
+
+
 def test_a_flipped_byte_is_named(half: Path) -> None:
-    part = half / "step-00000003" / "part-00001-of-00002.safetensors"
-    data = bytearray(part.read_bytes())
-    data[-7] ^= 1
-    part.write_bytes(data)
+    flip(half / "step-00000003" / PART, -7)
     found, _ = checkpoint.newest(half)
     assert found is not None
-    with pytest.raises(TrainerError, match="sha256 of part-00001-of-00002.safetensors differs"):
+    with pytest.raises(TrainerError, match=f"sha256 of {PART} differs"):
         checkpoint.load_weights(found)
+    found, passed = checkpoint.newest(half, {"step-00000003": "flipped"})
+    assert found is not None and found.folder.name == "step-00000002" and passed == ["flipped"]
 
 
-def test_partial_checkpoints_are_passed_over_by_name(half: Path) -> None:
-    shutil.copytree(half / "step-00000003", half / "step-00000005")
-    (half / "step-00000005" / "part-00000-of-00002.safetensors").unlink()
-    (half / "step-00000009").mkdir()
+def test_a_pointer_to_a_folder_that_is_gone_is_named(half: Path) -> None:
+    shutil.rmtree(half / "step-00000003")
     found, passed = checkpoint.newest(half)
-    assert found is not None and found.folder.name == "step-00000003"
-    assert len(passed) == 2
-    assert "step-00000009" in passed[0] and "no readable checkpoint.json" in passed[0]
-    assert "step-00000005" in passed[1] and "part-00000-of-00002.safetensors is missing" in passed[1]
+    assert found is not None and found.folder.name == "step-00000002"
+    assert passed == [f"{half / 'latest'} names step-00000003, which is not there"]
+    for name in ("step-00000001", "step-00000002"):
+        shutil.rmtree(half / name)
+    with pytest.raises(TrainerError, match="no whole checkpoint in .*; .* names step-00000003, which is not there"):
+        checkpoint.find(half)
 
 
 def test_another_model_is_refused_with_both_shapes(half: Path) -> None:
-    record = half / "step-00000003" / "checkpoint.json"
-    tree = json.loads(record.read_text())
-    tree["shapes"]["token_table"] = [256, 32]
-    record.write_text(json.dumps(tree))
+    change(half / "step-00000003", lambda tree: tree["shapes"].update(token_table=[256, 32]))
     ended = train(half, 1, 1, 1)
     assert ended[0][0] == 2
     assert "is of another model: 1 parameters differ, first token_table ([256, 32] there, [128, 32]" in ended[0][1]
 
 
-def test_a_save_that_fails_on_one_rank_stops_all_and_leaves_no_name(half: Path) -> None:
-    """Rank 1's part meets a folder of its name, so the real write fails, as on a full disk or a lost mount."""
-    blocked = half / ".step-00000004.tmp" / "part-00001-of-00002.safetensors"
-    code = (
-        "import sys, pathlib, trainer.checkpoint as c\n"
-        "write = c._write_part\n"
-        "def block(folder, *rest):\n"
-        f"    if rest[-1].rank == 1: pathlib.Path({str(blocked)!r}).mkdir()\n"
-        "    write(folder, *rest)\n"
-        "c._write_part = block\n"
-        f"sys.argv = ['x', {str(half)!r}, '1', '1']\n"
-        "import checkpoint_on_ranks; checkpoint_on_ranks.main()\n"
-    )
-    ended = ranks.finish(ranks.start(2, "-c", code))
-    assert [code for code, _ in ended] == [2, 2]
-    assert "error: " in ended[1][1] and "directory" in ended[1][1].lower(), ended[1][1]
-    assert "error: " not in ended[0][1]
-    assert not (half / "step-00000004").exists()
-    assert (half / "latest").read_text() == "step-00000003\n"
+# ---- what is kept ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def named(tmp_path: Path) -> Path:
     """Folders with the names of checkpoints, and one with another."""
-    for step in (1, 2, 30, 4, 99):
+    for step in (10, 20, 30, 40, 990):
         (tmp_path / f"step-{step:08d}").mkdir()
     (tmp_path / "step-notes").mkdir()
     (tmp_path / ".step-00000031.tmp").mkdir()
@@ -130,20 +175,185 @@ def named(tmp_path: Path) -> Path:
 
 
 def test_prune_keeps_the_newest_and_leaves_no_half_save(named: Path) -> None:
-    checkpoint.prune(named, 2, 99)
-    assert sorted(path.name for path in named.iterdir()) == ["step-00000030", "step-00000099", "step-notes"]
+    prune(named, CheckpointConfig(keep=2), 990)
+    assert names(named) == ["step-00000040", "step-00000990", "step-notes"]
 
 
 def test_prune_never_counts_a_later_folder_that_a_resume_passed_over(named: Path) -> None:
-    """With ``keep: 1`` and a damaged step 99, saving step 30 must leave step 30."""
-    checkpoint.prune(named, 1, 30)
-    assert sorted(path.name for path in named.iterdir()) == ["step-00000030", "step-00000099", "step-notes"]
+    """With ``keep: 1`` and a damaged step 990, saving step 40 must leave step 40."""
+    prune(named, CheckpointConfig(keep=1), 40)
+    assert names(named) == ["step-00000040", "step-00000990", "step-notes"]
 
 
-def test_a_list_of_parts_that_is_not_whole_is_damage(half: Path) -> None:
-    record = half / "step-00000003" / "checkpoint.json"
-    tree = json.loads(record.read_text())
-    del tree["parts"][1]
-    record.write_text(json.dumps(tree))
-    found, passed = checkpoint.newest(half)
-    assert found is None and "its list of parts is not that of one save" in passed[0]
+def test_prune_never_removes_every_so_many_steps(named: Path) -> None:
+    prune(named, CheckpointConfig(every_steps=10, keep=1, keep_every_steps=20), 990)
+    assert names(named) == ["step-00000020", "step-00000040", "step-00000990", "step-notes"]
+
+
+def test_keep_every_steps_that_meets_no_checkpoint_is_refused() -> None:
+    assert CheckpointConfig(every_steps=100, keep_every_steps=1000).problems() == []
+    for often in (0, 150):
+        [problem] = CheckpointConfig(every_steps=100, keep_every_steps=often).problems()
+        assert f"keep_every_steps is {often}: must be a multiple of every_steps (100)" in problem
+
+
+# ---- saves that fail, are slow or are killed -------------------------------------------------------------------
+
+
+def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_no_name(tmp_path: Path) -> None:
+    """Steps 2 and 3 meet a full disk on one rank, step 4 on the other; training goes on, and step 5 is saved."""
+    for code, output in train(tmp_path, 2, 1, 5, "every=1", "full=1:2:3,0:4:4"):
+        assert code == 0, output
+        told = [line for line in output.splitlines() if line.startswith("step ")]
+        assert [line.split()[1] for line in told] == ["1:", "2:", "3:", "4:", "5:"]
+        assert told[0] == "step 1: whole" and told[4] == "step 5: whole"
+        assert all(f"rank {rank}: " in line and FULL in line for rank, line in zip((1, 1, 0), told[1:4], strict=True))
+    assert names(tmp_path) == ["step-00000001", "step-00000005"]
+    assert all(len(contents(tmp_path / name)) == 3 for name in names(tmp_path))
+
+
+def test_a_publication_that_fails_leaves_latest_as_it_was(half: Path) -> None:
+    (half / ".latest.tmp").mkdir()
+    [(code, output)] = train(half, 1, 1, 1)
+    assert code == 0 and "step 4: rank 0: " in output and "Is a directory" in output, output
+    assert names(half) == [".latest.tmp", "step-00000001", "step-00000002", "step-00000003"]
+    assert (half / "latest").read_text() == "step-00000003\n"
+
+
+def test_a_disk_slower_than_a_collective_may_be_holds_up_no_rank(tmp_path: Path) -> None:
+    for code, output in train(tmp_path, 2, 1, 1, "slow=9", "timeout=6"):
+        assert code == 0 and "step 1: whole" in output, output
+
+
+def test_at_any_moment_the_last_whole_checkpoint_is_there(tmp_path: Path) -> None:
+    """Stopped in the middle of whatever they do, the ranks have left on the disk what a kill would leave."""
+    processes = ranks.fork(2, "tests/saving_on_ranks.py", str(tmp_path))
+    try:
+        wait_for(lambda: checkpoint.newest(tmp_path)[0], *processes)
+        seen = [0]
+        while len(seen) < 40 or len(set(seen)) < 6:
+            time.sleep(0.002 * (len(seen) % 10))
+            for process in processes:
+                process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: all(psutil.Process(p.pid).status() == psutil.STATUS_STOPPED for p in processes))
+            found, passed = checkpoint.newest(tmp_path)
+            assert found is not None and not passed
+            step = found.record["step"]
+            assert torch.equal(checkpoint.load_weights(found)["a"], torch.full((200_000,), float(step)))
+            pointed = (tmp_path / "latest").read_text().strip()
+            assert seen[-1] <= step and pointed in (f"step-{step:08d}", f"step-{step - 1:08d}")
+            seen.append(step)
+            for process in processes:
+                process.send_signal(signal.SIGCONT)
+    finally:
+        for process in processes:
+            process.kill()
+        ranks.finish(processes)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------
+
+
+def limit(process: ranks.Forked, size: int) -> None:
+    """No file of this process may grow beyond ``size`` from now on."""
+    psutil.Process(process.pid).rlimit(psutil.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_costs_a_run_checkpoints_but_not_itself_unless_it_lasts(tiny_shards: Path, tmp_path: Path) -> None:
+    path, folder = write_config(tmp_path, tiny_shards, 100_000), tmp_path / "run"
+
+    def saves(event: str) -> int:
+        return len(lines(folder, event))
+
+    first, second = processes = ranks.fork(2, "trainer/__main__.py", "--config", str(path))
+    wait_for(lambda: saves("checkpoint"), *processes)
+    limit(second, 10_000)
+    wait_for(lambda: saves("checkpoint_failed") > 1, *processes)
+    limit(second, resource.RLIM_INFINITY)
+    before = saves("checkpoint")
+    wait_for(lambda: saves("checkpoint") > before, *processes)
+    second.send_signal(signal.SIGTERM)
+    (code, said), other = ranks.finish(processes)
+    assert (code, other[0]) == (75, 75), said
+    assert f"lambert: no checkpoint in {folder}: a fresh start from the seed 5" in said
+    failed = lines(folder, "checkpoint_failed")[0]
+    assert "rank 1: " in failed["reason"] and FULL in failed["reason"]
+    assert f"lambert: step {failed['step']}/100000  no checkpoint: {failed['reason']}" in said.splitlines()
+    whole = lines(folder, "checkpoint")[-1]
+    assert whole["bytes"] == sum(path.stat().st_size for path in (folder / f"step-{whole['step']:08d}").iterdir())
+    assert 0 < whole["stall_seconds"] < 60 and 0 < whole["seconds"] < 60
+
+    flip(folder / f"step-{whole['step']:08d}" / PART, -7)
+    first, second = processes = ranks.fork(2, "trainer/__main__.py", "--config", str(path))
+    before = saves("checkpoint")
+    wait_for(lambda: saves("checkpoint") > before, *processes)
+    limit(first, 10_000)  # rank 0: its JSON lines are longer than that, too
+    time.sleep(0.3)
+    first.send_signal(signal.SIGTERM)
+    (code, said), (other_code, other_said) = ranks.finish(processes)
+    assert (code, other_code) == (2, 2), said + other_said
+    assert f"step-{whole['step']:08d} is damaged: the sha256 of {PART} differs" in said
+    resumed = next(line for line in said.splitlines() if "resumed from" in line)
+    assert f"step-{whole['step']:08d}" not in resumed
+    [error] = [line for line in said.splitlines() if line.startswith("trainer: ")]
+    assert "rank 0: error: the last checkpoint, of step " in error and FULL in error
+    assert "trainer: " not in other_said and "Traceback" not in said + other_said
+    assert f"{folder / 'metrics.jsonl'} loses lines until it can be written again" in said
+    assert not (folder / "ended.json").exists()
+    found, _ = checkpoint.newest(folder)
+    assert found is not None and not list(folder.glob(".step-*"))
+
+
+@pytest.fixture
+def record() -> tuple[dict[str, Any], tuple[Phase, ...]]:
+    """What a checkpoint in the second of three phases says, and the phases."""
+    phases = tuple(Phase(name, "shards", 32, 100, 0.1, global_batch=8, micro_batch=4) for name in "abc")
+    identity = {
+        **{"seed": 1, "shuffle_window": 8, "optimizer": "lamb", "model": {"hidden": 16, "heads": 2}},
+        "phases": [{"name": n, "shards": f"hash of {n}", "masks": "static", "global_batch": 8} for n in "abc"],
+    }
+    return {"identity": identity, "state": {"phase": 1, "phase_step": 50}}, phases
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str | None]] = {
+    "nothing": (lambda ours: None, None),
+    "seed": (lambda ours: ours.update(seed=2), "seed was 1, now 2"),
+    "model": (lambda ours: ours["model"].update(heads=4), "model.heads was 2, now 4"),
+    "shards of a phase that is over": (lambda ours: ours["phases"][0].update(shards="x"), "phases a, b, in this order"),
+    "masks of a phase that has begun": (
+        lambda ours: ours["phases"][1].update(masks="dynamic"),
+        "masks of phase b were",
+    ),
+    "batch of a phase that goes on": (
+        lambda ours: ours["phases"][1].update(global_batch=4),
+        "global batch of phase b was 8, now 4",
+    ),
+    "batch of a phase that is over": (lambda ours: ours["phases"][0].update(global_batch=4), None),
+    "a later phase": (lambda ours: ours["phases"][2].update(name="d", shards="x", masks="dynamic"), None),
+    "no later phase": (lambda ours: ours["phases"].pop(), None),
+    "a phase that has begun": (lambda ours: ours.update(phases=ours["phases"][:1]), "phases a, b, in this order"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_resume_refuses_what_would_break_it_and_nothing_else(
+    record: tuple[dict[str, Any], tuple[Phase, ...]], kind: str
+) -> None:
+    saved, phases = record
+    alter, said = REFUSED[kind]
+    ours = json.loads(json.dumps(saved["identity"]))
+    alter(ours)
+    if said is None:
+        require_same_run(saved, ours, phases, Path("step"))
+        return
+    with pytest.raises(TrainerError, match=f"step is of another run \\({said}") as error:
+        require_same_run(saved, ours, phases, Path("step"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_phase_that_is_over_may_have_had_any_batch(record: tuple[dict[str, Any], tuple[Phase, ...]]) -> None:
+    """Its checkpoint was saved at its last step, and other ranks make another batch of what it states."""
+    saved, phases = record
+    ours = json.loads(json.dumps(saved["identity"]))
+    ours["phases"][1]["global_batch"] = 4
+    require_same_run(saved, ours, (phases[0], replace(phases[1], steps=50), phases[2]), Path("step"))

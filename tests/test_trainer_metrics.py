@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,8 @@ from trainer.errors import TrainerError
 from trainer.loader import StepBatch
 from trainer.metrics import NODE_SERIES, RUN_SERIES, Exporter, Metrics, MetricsConfig, model_flops
 from trainer.model import ModelConfig
+from trainer.report import read_lines
+from trainer.saving import Saved
 from trainer.state import TrainState
 from trainer.world import World
 
@@ -31,6 +34,7 @@ LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)
 TINY = ModelConfig(layers=1, hidden=8, heads=2, intermediate=16, max_positions=8, vocab_size=50)
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 QUIET = MetricsConfig(port=None, log_every_steps=10, print_seconds=1e9)
+WHOLE = Saved(7, Path("step-00000007"), "", 1000, 0.5, 1.5, 1.7e9, "busy")
 COUNTS = GlobalCounts(targets=40, pairs=8, tokens=300, squares=12_000)
 
 
@@ -55,9 +59,9 @@ def result(mlm: float = 100.0, norm: float = 2.0, applied: bool = True) -> StepR
 
 def train(metrics: Metrics, steps: int, state: TrainState | None = None, **kwargs: Any) -> TrainState:
     """The state after ``steps`` more steps, all of them alike."""
-    state = state or TrainState()
+    state, counts = state or TrainState(), kwargs.pop("counts", COUNTS)
     for _ in range(steps):
-        batch = StepBatch(state.position, 8, (), COUNTS, wait_seconds=0.25)
+        batch = StepBatch(state.position, 8, (), counts, wait_seconds=0.25)
         given = result(**kwargs)
         state = state.after(batch, given.applied)
         metrics.step(state, batch, given, 1e-3)
@@ -119,6 +123,26 @@ def test_a_step_is_written_as_means_over_the_global_batch(tmp_path: Path) -> Non
     assert (first["learning_rate"], first["gradient_norm"], first["loss_scale"]) == (1e-3, 2.0, 64.0)
     assert (first["trust_min"], first["trust_mean"], first["trust_max"]) == (0.5, 1.5, 3.0)
     assert first["applied"] and first["wait_seconds"] == 0.25 and first["seconds"] > 0
+
+
+def test_data_without_pairs_have_no_figures_of_a_second_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, single = metrics(tmp_path, replace(QUIET, print_seconds=0)), replace(COUNTS, pairs=0)
+    state = train(told, 5)
+    state = train(told, 5, state, counts=single)  # a window over two phases
+    assert value(told, "accuracy_ratio", task="nsp", split="train") == 0.75
+    told.heldout(state, {"mlm_loss": 3.5, "mlm_accuracy": 0.3})
+    train(told, 10, state, counts=single)
+    assert {labels for name, labels in scrape(told) if name in ("lambert_loss", "lambert_accuracy_ratio")} == {
+        frozenset({"task": "mlm", "split": split}.items()) for split in ("train", "heldout")
+    }
+    steps = [line for line in lines(tmp_path) if line["event"] == "step"]
+    assert ["nsp_loss" in line or "nsp_accuracy" in line for line in steps] == 5 * [True] + 15 * [False]
+    assert [steps[0]["loss"], steps[-1]["loss"], steps[-1]["mlm_loss"]] == [3.0, 2.5, 2.5]
+    shown = capsys.readouterr().out.splitlines()
+    assert "nsp 0.500 (75.0%)" in shown[0] and "mlm 2.500 (25.0%)" in shown[-1]
+    assert not [line for line in shown[1:] if "nsp" in line]
 
 
 def test_ranks_talk_only_when_it_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +212,42 @@ def test_heldout_figures_and_checkpoints_are_published(tmp_path: Path, capsys: p
     told.heldout(state, figures)
     assert value(told, "loss", task="mlm", split="heldout") == 3.5
     assert value(told, "accuracy_ratio", task="nsp", split="heldout") == 0.7
-    saved = tmp_path / "step-00000007"
-    saved.mkdir()
-    (saved / "part").write_bytes(b"x" * 1000)
-    told.checkpoint(state, saved, 1.5)
+    told.checkpoint(WHOLE)
     assert (value(told, "checkpoint_size_bytes"), value(told, "checkpoint_duration_seconds")) == (1000, 1.5)
-    assert value(told, "checkpoint_last_success_timestamp_seconds") > 1.6e9
+    assert value(told, "checkpoint_last_success_timestamp_seconds") == 1.7e9
     assert [line["event"] for line in lines(tmp_path)] == ["heldout", "checkpoint"]
     assert lines(tmp_path)[0]["step"] == 7 and lines(tmp_path)[0]["mlm_loss"] == 3.5
+    figures = {"step": 7, "seconds": 1.5, "stall_seconds": 0.5, "bytes": 1000, "time": 1.7e9}
+    assert lines(tmp_path)[1] == {"event": "checkpoint", **figures}
     assert "step 7/1000  held-out mlm_loss 3.500" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_failed_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = metrics(tmp_path)
+    told.checkpoint(WHOLE)
+    told.checkpoint(replace(WHOLE, step=8, failure="rank 3: no room", ended=1.8e9, leftover=""))
+    assert value(told, "checkpoint_failures_total") == 1 and value(told, "checkpoint_stall_seconds_total") == 1.0
+    assert value(told, "checkpoint_last_success_timestamp_seconds") == 1.7e9
+    assert (lines(tmp_path)[1]["event"], lines(tmp_path)[1]["reason"]) == ("checkpoint_failed", "rank 3: no room")
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == [
+        "lambert: step 7/1000  older checkpoints could not be removed: busy",
+        "lambert: step 8/1000  no checkpoint: rank 3: no room",
+    ]
+
+
+def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = metrics(tmp_path)
+    state = train(told, 10)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 100, unlimited[1]))
+    try:
+        state = train(told, 20, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    train(told, 10, state)
+    assert capsys.readouterr().out.count("metrics.jsonl loses lines until it can be written again: ") == 1
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [*range(1, 11), *range(31, 41)]
 
 
 def test_the_number_of_series_does_not_grow(tmp_path: Path) -> None:
@@ -214,7 +265,7 @@ def test_evaluations_and_checkpoints_belong_to_no_step(tmp_path: Path, monkeypat
     state = train(told, 1)
     told.heldout(state, dict.fromkeys(("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"), 0.0))
     state = train(told, 1, state)
-    told.checkpoint(state, tmp_path, 97.0)
+    told.start_clock()
     train(told, 1, state)
     monkeypatch.undo()
     told.flush()
@@ -230,6 +281,7 @@ def test_names_keep_prometheus_rules() -> None:
         assert not re.search(r"(size|memory)(?!.*_bytes$)", name), name
         assert text.endswith(".") and set(labels) <= {"task", "split", "statistic", "rank"}, name
         counts = name in ("steps", "samples", "tokens", "model_flops", "skipped_steps", "data_wait_seconds")
+        counts |= name in ("checkpoint_stall_seconds", "checkpoint_failures")
         assert (kind is Counter) == counts, name
 
 

@@ -3,12 +3,12 @@
     step-00001200/
         part-00000-of-00002.safetensors   what rank 0 owned: weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
         part-00001-of-00002.safetensors   what rank 1 owned
-        checkpoint.json                   shapes, parts with their sha256, and the run's record
+        checkpoint.json                   shapes, parts with their sha256, the run's record, and its own sha256
     latest                                the newest one's name, for people and tools; Lambert reads the folders
 
 A part may hold a whole parameter or a flat piece of one; its metadata say where the piece begins, so any
 number of ranks under any ZeRO stage puts whole tensors together again. The weights are the fp32 masters.
-A folder gets its name only when all its parts are on disk.
+A folder gets its name only when all its parts are on disk: see trainer/saving.py, which writes them.
 """
 
 from __future__ import annotations
@@ -18,41 +18,47 @@ import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.errors import TrainerError
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import LambertOptimizer
-from trainer.partition import Buffer, Partition, Slice
-from trainer.world import World, together
+from trainer.partition import Buffer
 
-FORMAT, VERSION = "lambert-checkpoint", 1
+FORMAT, VERSION = "lambert-checkpoint", 2
 _NAME = re.compile(r"step-\d{8,}")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and how many to keep."""
+    """When and how to save, and what to keep."""
 
     every_steps: int = 1000
+    asynchronous: bool = True  # training waits for a copy in CPU memory only, and the disk works beside it
     keep: int = 3  # newest ones; older ones are removed after a save
+    keep_every_steps: int | None = None  # checkpoints of steps that are multiples of it are never removed
 
     def problems(self) -> list[str]:
         """What cannot be, each with its remedy."""
-        return [
+        found = [
             f"{name} is {getattr(self, name)}: must be 1 or more"
             for name in ("every_steps", "keep")
             if getattr(self, name) < 1
         ]
+        often = self.keep_every_steps
+        if often is not None and (often < 1 or (self.every_steps > 0 and often % self.every_steps)):
+            found.append(
+                f"keep_every_steps is {often}: must be a multiple of every_steps ({self.every_steps}), where "
+                "checkpoints are, or null"
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -61,39 +67,26 @@ class Checkpoint:
 
     folder: Path
     shapes: dict[str, torch.Size]
-    parts: tuple[str, ...]
+    parts: dict[str, str]  # file name: sha256
     record: dict[str, Any]  # what the run saved beside the tensors
 
 
-def save(root: Path, step: int, optimizer: LambertOptimizer, record: dict[str, Any], keep: int, world: World) -> Path:
-    """Write the checkpoint of ``step`` under ``root``; every rank calls it and writes its own part.
+def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint under ``root`` (None without any), and why newer ones were passed over.
 
-    Returns the final folder, and leaves the ``keep`` newest. Raises TrainerError on every rank when any rank
-    could not write; nothing then has a final name.
+    Whole means whole in size. ``damaged`` has the names of those that :func:`verify` disproved, and its reasons.
     """
-    assert optimizer.partition is not None
-    final = root / f"step-{step:08d}"
-    temporary = root / f".{final.name}.tmp"
-
-    def start() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def finish() -> None:
-        _publish(temporary, final, optimizer, record, world.size)
-        prune(root, keep, step)
-
-    together(start if world.is_main else _nothing, world)
-    together(lambda: _write_part(temporary, optimizer, world), world)
-    together(finish if world.is_main else _nothing, world)
-    return final
-
-
-def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint under ``root`` (None without any), and why newer ones were passed over."""
+    damaged = damaged or {}
     passed: list[str] = []
-    folders = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
-    for folder in sorted(folders, key=_step, reverse=True):
+    pointer = root / "latest"
+    if pointer.is_file():
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        if not (root / name).is_dir():
+            passed.append(f"{pointer} names {name}, which is not there")
+    for folder in sorted(named(root), key=step_of, reverse=True):
+        if folder.name in damaged:
+            passed.append(damaged[folder.name])
+            continue
         try:
             return read(folder), passed
         except TrainerError as error:
@@ -102,9 +95,9 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Open one checkpoint and check that its parts are there, whole in size.
+    """Open one checkpoint and check that its parts, and no others, are there, whole in size.
 
-    Raises TrainerError naming what is missing, foreign or short.
+    Raises TrainerError naming what is missing, foreign, too many or short.
     """
     try:
         tree = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
@@ -112,8 +105,10 @@ def read(folder: Path) -> Checkpoint:
         raise TrainerError(f"{folder} is not a whole checkpoint: it has no readable checkpoint.json") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
-    names = [part["name"] for part in tree["parts"]]
-    if names != [_part_name(rank, len(names)) for rank in range(len(names))]:
+    if tree.pop("sha256", None) != tree_sha256(tree):
+        raise TrainerError(f"checkpoint {folder} is damaged: the sha256 of checkpoint.json differs")
+    parts = {part["name"]: part["sha256"] for part in tree["parts"]}
+    if list(parts) != [part_name(rank, len(parts)) for rank in range(len(tree["parts"]))]:
         raise TrainerError(f"checkpoint {folder} is damaged: its list of parts is not that of one save")
     for part in tree["parts"]:
         path = folder / part["name"]
@@ -121,23 +116,23 @@ def read(folder: Path) -> Checkpoint:
         if size != part["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
             raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
+    if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in parts):
+        raise TrainerError(f"checkpoint {folder} is damaged: {extra[0]} is of another save")
     shapes = {name: torch.Size(shape) for name, shape in tree["shapes"].items()}
-    return Checkpoint(folder, shapes, tuple(names), tree["record"])
+    return Checkpoint(folder, shapes, parts, tree["record"])
 
 
-def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer, world: World) -> None:
-    """Fill this rank's masters and moments from any number of parts, in place.
+def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
+    """Fill this rank's masters and moments from any number of parts, in place; :func:`verify` proves them before.
 
-    The ranks share the proof of the parts, so it belongs inside :func:`~trainer.world.together`. Raises
-    TrainerError when a part is damaged or the checkpoint is of another model.
+    Raises TrainerError when the checkpoint is of another model.
     """
     partition = optimizer.partition
     assert partition is not None
-    _require_same_model(checkpoint, partition)
-    verify(checkpoint, world.rank, world.size)
+    require_shapes(f"checkpoint {checkpoint.folder}", checkpoint.shapes, partition.shapes)
     pieces = _Pieces(checkpoint)
     for buffer in partition.buffers:
-        for kind, flat in _tensors(optimizer, buffer).items():
+        for kind, flat in flat_tensors(optimizer, buffer).items():
             for part in buffer.slices:
                 flat[part.offset : part.offset + part.length] = pieces.read(kind, part.name, part.start, part.length)
     optimizer.steps = int(checkpoint.record["optimizer"]["steps"])
@@ -179,105 +174,69 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
 
     Raises TrainerError with the name of the first damaged one.
     """
-    parts = json.loads((checkpoint.folder / "checkpoint.json").read_text(encoding="utf-8"))["parts"]
-    for part in parts[rank::ranks]:
-        if _sha256(checkpoint.folder / part["name"]) != part["sha256"]:
+    for name in list(checkpoint.parts)[rank::ranks]:
+        if file_sha256(checkpoint.folder / name) != checkpoint.parts[name]:
             raise TrainerError(
-                f"checkpoint {checkpoint.folder} is damaged: the sha256 of {part['name']} differs; remove this folder "
-                "to go on from an older checkpoint"
+                f"checkpoint {checkpoint.folder} is damaged: the sha256 of {name} differs; restore it, or use an older "
+                "checkpoint"
             )
 
 
-def prune(root: Path, keep: int, step: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints up to ``step``, and what killed saves left.
-
-    Folders of later steps are none of this run's past: a resume passed them over, and a person may want them.
-    """
-    named = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name) and _step(path) <= step]
-    named.sort(key=_step)
-    for folder in [*named[:-keep], *root.glob(".step-*.tmp")]:
-        shutil.rmtree(folder)
-
-
-def _tensors(optimizer: LambertOptimizer, buffer: Buffer) -> dict[str, Tensor]:
-    """The flat tensors of one buffer by kind."""
-    return {"weight": buffer.master.detach().view(-1), **optimizer.moments(buffer)}
-
-
-def _write_part(folder: Path, optimizer: LambertOptimizer, world: World) -> None:
-    partition = optimizer.partition
-    assert partition is not None
-    tensors, starts = {}, {}
-    for buffer in partition.buffers:
-        for kind, flat in _tensors(optimizer, buffer).items():
-            for part in buffer.slices:
-                if partition.shared or world.is_main:  # whole copies on every rank: one is enough
-                    tensors[f"{kind}/{part.name}"] = _piece(flat, part, partition)
-                    starts[part.name] = part.start
-    path = folder / _part_name(world.rank, world.size)
-    save_file(tensors, path, metadata={"starts": json.dumps(starts)})
-    path.chmod(0o644)  # safetensors leaves it to its owner alone
-    sync(path)
-    # beside it, for rank 0, which writes the whole list: ranks share this folder and nothing else
-    path.with_suffix(".json").write_text(
-        json.dumps({"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}), encoding="utf-8"
-    )
-
-
-def _piece(flat: Tensor, part: Slice, partition: Partition) -> Tensor:
-    piece = flat[part.offset : part.offset + part.length].cpu()
-    shape = partition.shapes[part.name]
-    return piece.view(shape).clone() if part.length == shape.numel() else piece.clone()
-
-
-def _publish(temporary: Path, final: Path, optimizer: LambertOptimizer, record: dict[str, Any], ranks: int) -> None:
-    assert optimizer.partition is not None
-    sidecars = [(temporary / _part_name(rank, ranks)).with_suffix(".json") for rank in range(ranks)]
-    tree = {
-        "format": FORMAT,
-        "version": VERSION,
-        "shapes": {name: list(shape) for name, shape in optimizer.partition.shapes.items()},
-        "parts": [json.loads(path.read_text(encoding="utf-8")) for path in sidecars],
-        "record": record,
-    }
-    for path in sidecars:
-        path.unlink()
-    (temporary / "checkpoint.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
-    sync(temporary / "checkpoint.json")
-    sync(temporary)
-    shutil.rmtree(final, ignore_errors=True)  # the same step, saved by an earlier attempt
-    os.replace(temporary, final)
-    pointer = final.parent / ".latest.tmp"
-    pointer.write_text(final.name + "\n", encoding="utf-8")
-    sync(pointer)
-    os.replace(pointer, final.parent / "latest")
-    sync(final.parent)
-
-
-def _require_same_model(checkpoint: Checkpoint, partition: Partition) -> None:
-    if checkpoint.shapes == partition.shapes:
+def require_shapes(what: str, theirs: dict[str, torch.Size], ours: dict[str, torch.Size]) -> None:
+    """Parameters by name and shape must be those of this run. Raises TrainerError naming the first that differs."""
+    different = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
+    if not different:
         return
-    names = sorted(checkpoint.shapes.keys() | partition.shapes.keys())
-    different = [n for n in names if checkpoint.shapes.get(n) != partition.shapes.get(n)]
     name = different[0]
-    theirs, ours = checkpoint.shapes.get(name), partition.shapes.get(name)
+    there, here = (f"{list(shapes[name])}" if name in shapes else "absent" for shapes in (theirs, ours))
     raise TrainerError(
-        f"checkpoint {checkpoint.folder} is of another model: {len(different)} parameters differ, first {name} "
-        f"({list(theirs) if theirs else 'absent'} there, {list(ours) if ours else 'absent'} in this run); give "
-        "run.folder another name or restore the model section"
+        f"{what} is of another model: {len(different)} parameters differ, first {name} ({there} there, {here} in this "
+        "run): restore the model section, or name another folder"
     )
 
 
-def _nothing() -> None:
-    """What the other ranks do while rank 0 works."""
+# ---- what reading and writing share ----------------------------------------------------------------------------
 
 
-def _part_name(rank: int, ranks: int) -> str:
+def named(root: Path) -> list[Path]:
+    """The folders under ``root`` that have the name of a checkpoint."""
+    return [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def part_name(rank: int, ranks: int) -> str:
+    """The file of one rank's part."""
     return f"part-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+def flat_tensors(optimizer: LambertOptimizer, buffer: Buffer) -> dict[str, Tensor]:
+    """The flat fp32 tensors of one buffer by kind, on its device."""
+    return {"weight": buffer.master.detach().view(-1), **optimizer.moments(buffer)}
+
+
+def tree_sha256(tree: dict[str, Any]) -> str:
+    """The checksum of plain data as JSON holds it."""
+    plain = json.loads(json.dumps(tree))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """The checksum of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk itself."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 class _Pieces:
@@ -308,17 +267,3 @@ class _Pieces:
                 low = starts[name]
                 if low < end and start < low + math.prod(file.get_slice(key).get_shape()):
                     yield low, file.get_tensor(key).view(-1)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk itself."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

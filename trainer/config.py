@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from trainer.cache import CacheConfig
 from trainer.checkpoint import CheckpointConfig
 from trainer.engine import EngineConfig
 from trainer.errors import TrainerError
@@ -39,6 +40,9 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # auto: go on from the newest checkpoint in the folder, if any; never: refuse a folder that has one
     resume: Literal["auto", "never", "required"] = "auto"
+    # what a fresh start begins with: a .safetensors file of trainer.weights, another run's folder or checkpoint,
+    # or a Hugging Face BERT's folder; null: random weights of the seed
+    weights: str | None = None
     timeout_seconds: int = 600  # of a collective; past it the run stops
     shuffle_window: int = 8  # shards whose samples are mixed with one another
 
@@ -47,6 +51,8 @@ class RunConfig:
         found = []
         if not self.folder:
             found.append("folder is empty: name one for this run")
+        if self.weights == "":
+            found.append("weights is empty: name a file or a folder, or set it to null")
         if not 0 <= self.seed < 2**63:
             found.append(f"seed is {self.seed}: must lie between 0 and 2^63 - 1")
         for name in ("timeout_seconds", "shuffle_window"):
@@ -67,6 +73,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
 
     def problems(self) -> list[str]:
         """Contradictions between sections."""

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -80,11 +81,11 @@ def write_folder(
     return parity
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Tensor], ModelConfig]:
+def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tuple[dict[str, Tensor], ModelConfig]:
     """Bert's ``state_dict``, without the heads that are not there, and the model of a Hugging Face folder.
 
-    What is missing, or there and not used, is logged as a warning. Raises TrainerError if this is no BERT
-    or one that Lambert cannot compute.
+    ``tell`` is told what is missing, or there and not used. Raises TrainerError if this is no BERT or one
+    that Lambert cannot compute.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -99,9 +100,9 @@ def read_folder(folder: Path) -> tuple[dict[str, Tensor], ModelConfig]:
     except TrainerError as error:
         raise TrainerError(f"{folder}: {error}") from error
     if heads := missing_heads(weights, model):
-        _log.warning("%s has no %s; training would start it from random values", folder, ", no ".join(heads))
+        tell(f"{folder} has no {', no '.join(heads)}; training would start it from random values")
     if unused := unused_names(tensors, model):
-        _log.warning("%s: not used: %s", folder, ", ".join(unused))
+        tell(f"{folder}: not used: {', '.join(unused)}")
     return weights, model
 
 

@@ -22,9 +22,11 @@ from trainer.engine import SUMS, StepResult
 from trainer.errors import TrainerError
 from trainer.loader import StepBatch
 from trainer.model import ModelConfig
+from trainer.saving import Saved
 from trainer.state import TrainState
 from trainer.world import World
 
+TASKS = ("mlm", "nsp")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 # name: (type, labels, help). Exposed as lambert_<name>; prometheus_client adds _total and _info.
@@ -47,7 +49,9 @@ RUN_SERIES: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "trust_ratio": (Gauge, ("statistic",), "LAMB's trust ratios of the last step over the adapted tensors."),
     "step_duration_seconds": (Histogram, (), "Wall time of a step."),
     "last_step_timestamp_seconds": (Gauge, (), "Unix time at which the last step ended."),
-    "checkpoint_duration_seconds": (Gauge, (), "Time that the last checkpoint stopped training."),
+    "checkpoint_stall_seconds": (Counter, (), "Time that training stood still for checkpoints of this process."),
+    "checkpoint_failures": (Counter, (), "Checkpoints of this process that could not be saved."),
+    "checkpoint_duration_seconds": (Gauge, (), "Time from the last checkpoint's step to its name on the disk."),
     "checkpoint_size_bytes": (Gauge, (), "Size of the last checkpoint."),
     "checkpoint_last_success_timestamp_seconds": (Gauge, (), "Unix time of the last whole checkpoint."),
 }
@@ -134,6 +138,7 @@ class Metrics:
         self.exporter = Exporter(config, world)
         self.path = folder / "metrics.jsonl"
         self._pending: list[_Pending] = []
+        self._cut = False  # whether the last line may be half a line
         self._clock, self._printed, self._waited = time.perf_counter(), 0.0, 0.0
         if world.is_main:
             self.exporter["target_steps"].set(target_steps)
@@ -183,22 +188,29 @@ class Metrics:
         """Publish an evaluation on held-out data."""
         if self.world.is_main:
             self._write([{"event": "heldout", "time": time.time(), "step": state.step, **figures}])
-            for task in ("mlm", "nsp"):
-                self.exporter["loss"].labels(task, "heldout").set(figures[f"{task}_loss"])
-                self.exporter["accuracy_ratio"].labels(task, "heldout").set(figures[f"{task}_accuracy"])
-            self._say(state, "held-out " + "  ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+            self._export_tasks([figures], "heldout")
+            self._say(state.step, "held-out " + "  ".join(f"{name} {value:.3f}" for name, value in figures.items()))
         self.start_clock()
 
-    def checkpoint(self, state: TrainState, folder: Path, seconds: float) -> None:
-        """Publish a whole checkpoint."""
-        if self.world.is_main:
-            size = sum(path.stat().st_size for path in folder.iterdir())
-            self._write([{"event": "checkpoint", "time": time.time(), "step": state.step, "seconds": seconds}])
-            self.exporter["checkpoint_duration_seconds"].set(seconds)
-            self.exporter["checkpoint_size_bytes"].set(size)
-            self.exporter["checkpoint_last_success_timestamp_seconds"].set(time.time())
-            self._say(state, f"saved {folder} ({size / 1e6:.1f} MB in {seconds:.2f} s)")
-        self.start_clock()
+    def checkpoint(self, saved: Saved) -> None:
+        """Publish what became of a save."""
+        if not self.world.is_main:
+            return
+        at = {"time": saved.ended, "step": saved.step, "stall_seconds": saved.stall_seconds}
+        self.exporter["checkpoint_stall_seconds"].inc(saved.stall_seconds)
+        if saved.failure:
+            self._write([{"event": "checkpoint_failed", **at, "reason": saved.failure}])
+            self.exporter["checkpoint_failures"].inc()
+            self._say(saved.step, f"no checkpoint: {saved.failure}")
+            return
+        self._write([{"event": "checkpoint", **at, "seconds": saved.seconds, "bytes": saved.size}])
+        self.exporter["checkpoint_duration_seconds"].set(saved.seconds)
+        self.exporter["checkpoint_size_bytes"].set(saved.size)
+        self.exporter["checkpoint_last_success_timestamp_seconds"].set(saved.ended)
+        times = f"in {saved.seconds:.2f} s, training stood still for {saved.stall_seconds:.2f} s"
+        self._say(saved.step, f"saved {saved.folder} ({saved.size / 1e6:.1f} MB {times})")
+        if saved.leftover:
+            self._say(saved.step, f"older checkpoints could not be removed: {saved.leftover}")
 
     def _export_node(self) -> None:
         """Local rank 0 publishes what its node's ranks told: (data wait since the last time, peak memory)."""
@@ -226,12 +238,19 @@ class Metrics:
         self._export_state(last.state, last.ended)
         for name in ("learning_rate", "gradient_norm", "loss_scale"):
             series[name].set(newest[name])
-        for task in ("mlm", "nsp"):
-            series["loss"].labels(task, "train").set(_mean(records, f"{task}_loss"))
-            series["accuracy_ratio"].labels(task, "train").set(_mean(records, f"{task}_accuracy"))
+        self._export_tasks(records, "train")
         if last.result.trust is not None:
             for name, value in _statistics(last.result.trust).items():
                 series["trust_ratio"].labels(name).set(value)
+
+    def _export_tasks(self, records: list[dict[str, Any]], split: str) -> None:
+        """Means over the records that know a task; a task that none knows has no series."""
+        for task in TASKS:
+            for series, figure in (("loss", f"{task}_loss"), ("accuracy_ratio", f"{task}_accuracy")):
+                if any(figure in record for record in records):
+                    self.exporter[series].labels(task, split).set(_mean(records, figure))
+                else:
+                    self.exporter[series].remove(task, split)
 
     def _export_state(self, state: TrainState, ended: float) -> None:
         for name in ("step", "phase", "restarts"):
@@ -245,20 +264,33 @@ class Metrics:
         self._printed = now
         seconds = _mean(records, "seconds")
         left = (self.target_steps - last.state.step) * seconds
+        tasks = [
+            f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "
+            for task in TASKS
+            if any(f"{task}_loss" in record for record in records)
+        ]
         self._say(
-            last.state,
-            f"loss {_mean(records, 'loss'):.3f}  mlm {_mean(records, 'mlm_loss'):.3f} "
-            f"({_mean(records, 'mlm_accuracy'):.1%})  nsp {_mean(records, 'nsp_loss'):.3f} "
-            f"({_mean(records, 'nsp_accuracy'):.1%})  lr {last.rate:.2e}  grad {records[-1]['gradient_norm']:.2f}  "
-            f"{_mean(records, 'tokens') / seconds:,.0f} tokens/s  left {int(left) // 60}:{int(left) % 60:02d}",
+            last.state.step,
+            f"loss {_mean(records, 'loss'):.3f}  {''.join(tasks)}lr {last.rate:.2e}  "
+            f"grad {records[-1]['gradient_norm']:.2f}  {_mean(records, 'tokens') / seconds:,.0f} tokens/s  "
+            f"left {int(left) // 60}:{int(left) % 60:02d}",
         )
 
-    def _say(self, state: TrainState, text: str) -> None:
-        print(f"lambert: step {state.step}/{self.target_steps}  {text}", flush=True)
+    def _say(self, step: int, text: str) -> None:
+        print(f"lambert: step {step}/{self.target_steps}  {text}", flush=True)
 
     def _write(self, records: list[dict[str, Any]]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records))
+        """Append to the JSON lines. A disk that is full costs lines, and one that says so, but no run."""
+        try:
+            if self._cut:
+                _end_last_line(self.path)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records))
+            self._cut = False
+        except OSError as error:
+            if not self._cut:
+                print(f"lambert: {self.path} loses lines until it can be written again: {error}", flush=True)
+            self._cut = True
 
 
 def _end_last_line(path: Path) -> None:
@@ -271,20 +303,19 @@ def _end_last_line(path: Path) -> None:
 
 
 def _record(pending: _Pending, sums: list[float], norm: float) -> dict[str, Any]:
-    """One step as a JSON line: sums over the global batch made means."""
+    """One step as a JSON line: sums over the global batch made means. Data without pairs have no second task."""
     total, counts = dict(zip(SUMS, sums, strict=True)), pending.batch.counts
-    mlm, nsp = total["mlm_loss"] / max(counts.targets, 1), total["nsp_loss"] / counts.pairs
+    divisors = {"mlm": max(counts.targets, 1)} | ({"nsp": counts.pairs} if counts.pairs else {})
+    losses = {f"{task}_loss": total[f"{task}_loss"] / count for task, count in divisors.items()}
     trust = pending.result.trust
     return {
         "event": "step",
         "time": pending.ended,
         **{k: v for k, v in asdict(pending.state).items() if k in ("step", "phase", "position", "samples", "restarts")},
         "tokens": counts.tokens,
-        "loss": mlm + nsp,
-        "mlm_loss": mlm,
-        "nsp_loss": nsp,
-        "mlm_accuracy": total["mlm_correct"] / max(counts.targets, 1),
-        "nsp_accuracy": total["nsp_correct"] / counts.pairs,
+        "loss": sum(losses.values()),
+        **losses,
+        **{f"{task}_accuracy": total[f"{task}_correct"] / count for task, count in divisors.items()},
         "learning_rate": pending.rate,
         "gradient_norm": norm if pending.result.applied else math.inf,
         "loss_scale": pending.result.loss_scale,
@@ -305,7 +336,9 @@ def _statistics(trust: torch.Tensor) -> dict[str, float]:
 
 
 def _mean(records: list[dict[str, Any]], name: str) -> float:
-    return sum(float(record[name]) for record in records) / len(records)
+    """Over the records that have it, one at least."""
+    values = [float(record[name]) for record in records if name in record]
+    return sum(values) / len(values)
 
 
 def _require_finite(records: list[dict[str, Any]]) -> None:

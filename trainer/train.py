@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from trainer.engine import Engine
 from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
 from trainer.metrics import Metrics
-from trainer.schedule import learning_rate
+from trainer.saving import Saver, attempt, first_failure
+from trainer.schedule import Phase, learning_rate
 from trainer.state import TrainState
 from trainer.stop import Stop
+from trainer.weights import start_from
 from trainer.world import World, broadcast_text, together
 
 ENDED = "ended.json"  # in the run's folder: {"how": "done" or "stopped", "step": …}
@@ -38,6 +40,7 @@ class Run:
         self.stop = Stop(world, config.metrics.log_every_steps)
         self.metrics = together(self._open_folder, world)
         self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed)
+        self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
 
     def _open_folder(self) -> Metrics:
         if self.world.is_main:
@@ -46,27 +49,42 @@ class Run:
         return Metrics(self.config.metrics, self.folder, self.config.model, target, self.world)
 
     def restore(self) -> TrainState:
-        """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which.
-
-        Rank 0 chooses, so that all ranks go on from the same one, and all of them do or none.
-        """
-        name = broadcast_text(together(self._newest, self.world), self.world)
-        if not name:
+        """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which."""
+        folder = self._choose()
+        if folder is None:
+            together(self._start, self.world)
+            self.engine.refresh_weights()
             return TrainState()
-        found = together(lambda: self._load(self.folder / name), self.world)
+        found = together(lambda: self._load(folder), self.world)
         self.engine.refresh_weights()
         state = TrainState(**found.record["state"])
-        if self.world.is_main:
-            print(f"lambert: resumed from {found.folder} at step {state.step}", flush=True)
+        self._say(f"resumed from {found.folder} at step {state.step}")
         return replace(state, restarts=state.restarts + 1)
 
-    def _newest(self) -> str:
-        """The name of the checkpoint to go on from, empty for a fresh start; on rank 0."""
+    def _choose(self) -> Path | None:
+        """The newest checkpoint whose parts are all proven, None for a fresh start; the same on all ranks.
+
+        Rank 0 chooses, and the ranks share the proof. What is damaged is named and passed over.
+        """
+        damaged: dict[str, str] = {}  # name: why
+        told: set[str] = set()
+        while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
+            folder = self.folder / name
+            failure = first_failure(attempt(partial(self._prove, folder)), self.world)
+            if not failure:
+                return folder
+            damaged[name] = failure
+        return None
+
+    def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
+        """The name of the checkpoint to go on from, empty for a fresh start; rank 0 tells each reason once."""
         if not self.world.is_main:
             return ""
-        found, passed = checkpoint.newest(self.folder)
+        found, passed = checkpoint.newest(self.folder, damaged)
         for reason in passed:
-            print(f"lambert: passed over: {reason}", flush=True)
+            if reason not in told:
+                self._say(f"passed over: {reason}")
+        told.update(passed)
         wanted = self.config.run.resume
         if found is None:
             if wanted == "required" or passed:
@@ -78,23 +96,42 @@ class Run:
             )
         return found.folder.name
 
+    def _prove(self, folder: Path) -> None:
+        checkpoint.verify(checkpoint.read(folder), self.world.rank, self.world.size)
+
     def _load(self, folder: Path) -> checkpoint.Checkpoint:
         found = checkpoint.read(folder)
         record = found.record
-        _require_same_run(record, self._identity(), folder)
-        checkpoint.restore(found, self.engine.optimizer, self.world)
+        require_same_run(record, self._identity(), self.config.phases, folder)
+        checkpoint.restore(found, self.engine.optimizer)
         if record["precision"] == self.engine.precision:  # the scale of another precision says nothing here
             scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
             self.engine.loss_scale = replace(self.engine.loss_scale, scale=scale, good_steps=good_steps)
         return found
 
+    def _start(self) -> None:
+        """Begin anew: from plain weights where the configuration names some, else as the seed draws them."""
+        given = self.config.run.weights
+        source = f"the seed {self.config.run.seed}"
+        if given is not None:
+            start_from(Path(given), self.config.model, self.engine.optimizer, self._say)
+            source = given
+        self._say(f"no checkpoint in {self.folder}: a fresh start from {source}")
+
     def save(self, state: TrainState, due: bool = False) -> None:
-        """Save a checkpoint every so many steps, or when it is ``due`` anyway."""
-        if not (due or state.step % self.config.checkpoint.every_steps == 0):
-            return
-        self.metrics.flush()
-        started = time.perf_counter()
-        record = {
+        """Save a checkpoint every so many steps, or when it is ``due`` anyway; tell what became of the last one."""
+        ended = []
+        if due or state.step % self.config.checkpoint.every_steps == 0:
+            self.metrics.flush()
+            ended = self.saver.save(state.step, self._record(state))
+            self.metrics.start_clock()
+        elif state.attempts % self.config.metrics.log_every_steps == 0:
+            ended = self.saver.look()
+        for saved in ended:
+            self.metrics.checkpoint(saved)
+
+    def _record(self, state: TrainState) -> dict[str, Any]:
+        return {
             "state": asdict(state),
             "loss_scale": asdict(self.engine.loss_scale),
             "precision": self.engine.precision,
@@ -102,9 +139,6 @@ class Run:
             "identity": self._identity(),
             "config": to_tree(self.config),
         }
-        keep = self.config.checkpoint.keep
-        folder = checkpoint.save(self.folder, state.step, self.engine.optimizer, record, keep, self.world)
-        self.metrics.checkpoint(state, folder, time.perf_counter() - started)
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
         """Evaluate on the phase's held-out shards every so many steps, or when it is ``due`` anyway."""
@@ -116,11 +150,24 @@ class Run:
         self.metrics.heldout(state, evaluate(self.engine.model, batches, self.world.device))
 
     def end(self, state: TrainState) -> None:
-        """Leave word of how the run ended; a run that was killed leaves none."""
+        """See the last save through, and leave word of how the run ended; a run that was killed leaves none.
+
+        Raises TrainerError on all ranks, with the reason on rank 0, when the last checkpoint could not be saved.
+        """
         self.metrics.flush()
+        for saved in self.saver.finish():
+            self.metrics.checkpoint(saved)
+        last = self.saver.last
+        if last is not None and last.failure:
+            said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): mend that"
+            raise TrainerError(f"{said}; the same command goes on from the one before" if self.world.is_main else "")
+        how = "done" if state.phase == len(self.phases) else "stopped"
+        text = json.dumps({"how": how, "step": state.step}) + "\n"
+        together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
+
+    def _say(self, text: str) -> None:
         if self.world.is_main:
-            how = "done" if state.phase == len(self.phases) else "stopped"
-            (self.folder / ENDED).write_text(json.dumps({"how": how, "step": state.step}) + "\n", encoding="utf-8")
+            print(f"lambert: {text}", flush=True)
 
     def _identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that goes on from it."""
@@ -131,7 +178,15 @@ class Run:
             "shuffle_window": self.config.run.shuffle_window,
             "optimizer": self.config.optimizer.name,
             "model": shape,
-            "phases": [[data.phase.name, manifest_hash(data.loader.folder)] for data in self.phases],
+            "phases": [
+                {
+                    "name": data.phase.name,
+                    "shards": manifest_hash(data.loader.folder),
+                    "masks": data.phase.masks,
+                    "global_batch": data.global_batch,
+                }
+                for data in self.phases
+            ],
         }
 
 
@@ -164,9 +219,12 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     return state
 
 
-def _require_same_run(record: dict[str, Any], ours: dict[str, Any], folder: Path) -> None:
-    """What was trained on so far must be the same. Later phases, steps, rates and dropout may change."""
-    saved = record["identity"]
+def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple[Phase, ...], folder: Path) -> None:
+    """What was trained on so far, and the batch of a phase that goes on, must be the same.
+
+    Ranks, their micro-batches, ZeRO stage, precision, later phases, steps, rates and dropout may change.
+    """
+    saved, state = record["identity"], record["state"]
     different = [
         f"{key} was {saved[key]}, now {ours[key]}"
         for key in ("seed", "shuffle_window", "optimizer")
@@ -174,10 +232,18 @@ def _require_same_run(record: dict[str, Any], ours: dict[str, Any], folder: Path
     ]
     shape = saved["model"]
     different += [f"model.{k} was {shape[k]}, now {v}" for k, v in ours["model"].items() if shape[k] != v]
-    begun = record["state"]["phase"] + 1
-    if saved["phases"][:begun] != ours["phases"][:begun]:
-        names = ", ".join(name for name, _ in saved["phases"][:begun])
+    begun = saved["phases"][: state["phase"] + 1]
+    pairs = list(zip(begun, ours["phases"], strict=False))
+    if len(pairs) < len(begun) or any(a["name"] != b["name"] or a["shards"] != b["shards"] for a, b in pairs):
+        names = ", ".join(phase["name"] for phase in begun)
         different.append(f"phases {names}, in this order, with the training shards of then, must come first")
+    else:
+        different += [f"masks of phase {a['name']} were {a['masks']}" for a, b in pairs if a["masks"] != b["masks"]]
+        before, now = pairs[-1]
+        goes_on = state["phase_step"] < phases[state["phase"]].steps
+        if goes_on and before["global_batch"] != now["global_batch"]:  # micro-batches given, and other ranks, say
+            batches = f"was {before['global_batch']}, now {now['global_batch']}"
+            different.append(f"global batch of phase {now['name']} {batches}")
     if different:
         raise TrainerError(
             f"checkpoint {folder} is of another run ({'; '.join(different)}): restore that, or give run.folder "

@@ -1,0 +1,195 @@
+"""Plain weights: out, in, the same bits; and a run that starts from them once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from runs import lines, write_config
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer import checkpoint, weights
+from trainer.errors import TrainerError
+from trainer.export import write_folder
+from trainer.model import Bert, ModelConfig
+from trainer.optimizer import LambertOptimizer, OptimizerConfig, make_optimizer
+from trainer.partition import Buffer, Partition, Slice
+
+TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=70)
+
+
+def untold(text: str) -> None:
+    raise AssertionError(text)
+
+
+def trained(model: ModelConfig = TINY) -> dict[str, Tensor]:
+    return Bert(model, seed=2).state_dict()
+
+
+def sharded(model: ModelConfig, low: float, high: float) -> LambertOptimizer:
+    """An optimizer that owns the elements from ``low`` to ``high`` (shares of each parameter), as under ZeRO."""
+    shapes = {name: tensor.shape for name, tensor in Bert(model, seed=9).state_dict().items()}
+    slices, offset = [], 0
+    for name, shape in shapes.items():
+        start, end = int(shape.numel() * low), int(shape.numel() * high)
+        slices.append(Slice(name, start, offset, end - start))
+        offset += end - start
+    master = torch.full((offset + 3,), torch.nan)
+    optimizer = make_optimizer(iter([master]), OptimizerConfig())
+    optimizer.bind(Partition((Buffer(master, tuple(slices)),), shapes, True))
+    return optimizer
+
+
+def filled(path: Path, model: ModelConfig = TINY) -> dict[str, Tensor]:
+    """What two ranks start with, put together; NaN where nothing was filled in."""
+    pieces: dict[str, list[Tensor]] = {}
+    shapes = {name: tensor.shape for name, tensor in Bert(model).state_dict().items()}
+    for low, high in ((0, 0.4), (0.4, 1)):
+        optimizer = sharded(model, low, high)
+        weights.start_from(path, model, optimizer, lambda text: None)
+        assert optimizer.partition is not None
+        [buffer] = optimizer.partition.buffers
+        for part in buffer.slices:
+            pieces.setdefault(part.name, []).append(buffer.master[part.offset : part.offset + part.length])
+        assert all(not moment.any() for moment in optimizer.moments(buffer).values())
+        assert buffer.master[-3:].isnan().all()
+    return {name: torch.cat(both).view(shapes[name]) for name, both in pieces.items()}
+
+
+def run_on_two(*arguments: str) -> None:
+    ended = ranks.finish(ranks.fork(2, "tests/checkpoint_on_ranks.py", *arguments))
+    assert all(code == 0 for code, _ in ended), ended
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    weights.write(trained(), TINY, tmp_path / "plain.safetensors")
+    return tmp_path / "plain.safetensors"
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> Path:
+    """The tokenizer's files, as far as an export looks into them."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("".join(f"w{number}\n" for number in range(TINY.vocab_size)))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def test_a_file_comes_back_with_equal_bits(file: Path) -> None:
+    assert_same(filled(file), trained())
+    assert all(tensor.dtype == torch.float32 for tensor in load_file(file).values())
+
+
+def test_a_file_is_whole_or_not_there_and_replaces_none(file: Path) -> None:
+    with pytest.raises(TrainerError, match="is already there"):
+        weights.write(trained(), TINY, file)
+    with pytest.raises(OSError):
+        weights.write(trained(), TINY, file / "below" / "a-file")
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_hugging_face_folder_comes_in(tmp_path: Path, vocabulary: Path) -> None:
+    write_folder(trained(), TINY, vocabulary, tmp_path / "bert")
+    ours, theirs = filled(tmp_path / "bert"), trained()
+    for name in ("token_table", "decoder_bias"):  # rows that pad the vocabulary are no words, and are not exported
+        theirs[name][TINY.vocab_size :] = 0
+    assert_same(ours, theirs)
+
+
+def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path, vocabulary: Path) -> None:
+    write_folder(trained(), TINY, vocabulary, tmp_path / "bert")
+    tensors = load_file(tmp_path / "bert" / "model.safetensors")
+    encoder = {name: tensor for name, tensor in tensors.items() if name.startswith("bert.encoder")}
+    rest = {name: tensor for name, tensor in tensors.items() if name.startswith("bert.emb")}
+    save_file(encoder | rest, tmp_path / "bert" / "model.safetensors")
+    told: list[str] = []
+    weights.start_from(tmp_path / "bert", TINY, sharded(TINY, 0, 1), told.append)
+    assert told == [
+        f"{tmp_path / 'bert'} has no pooler, no MLM head, no NSP head; training would start it from random values"
+    ]
+    ours = filled(tmp_path / "bert")
+    assert ours["pooler_weight"].isnan().all() and torch.equal(ours["position_table"], trained()["position_table"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"heads": 4}, "heads is 2 there, 4 here"), ({"gelu": "tanh", "layers": 2}, "layers is 1 there, 2 here; gelu is")],
+)
+def test_another_model_is_refused_in_one_line(file: Path, changed: dict[str, object], said: str) -> None:
+    other = replace(TINY, **changed)  # type: ignore[arg-type]
+    with pytest.raises(TrainerError, match=f"run.weights: .* is of another model \\({said}") as error:
+        weights.start_from(file, other, sharded(other, 0, 1), untold)
+    assert "\n" not in str(error.value)
+    free = replace(TINY, dropout=0.3, initializer_range=0.5)
+    weights.start_from(file, free, sharded(free, 0, 1), untold)
+
+
+def test_a_file_that_does_not_say_its_model_must_have_its_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.safetensors"
+    save_file(trained(), path)
+    assert_same(filled(path), trained())
+    save_file({name: tensor for name, tensor in trained().items() if name != "nsp_bias"}, path)
+    with pytest.raises(TrainerError, match=r"is of another model: 1 parameters differ, first nsp_bias \(absent there"):
+        filled(path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no safetensors at all"])
+def test_what_is_no_weights_is_one_line(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "weights.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(
+        TrainerError, match=f"{path} cannot be read as weights .*: name a file of trainer.weights"
+    ) as error:
+        filled(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoints_weights_go_out_without_a_launcher_and_into_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Out of two ranks under ZeRO 1, into two under ZeRO 2: at step 0 there, the same bits with zero moments."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    run_on_two(str(first), "1", "2")
+    out = tmp_path / "plain.safetensors"
+    assert weights.main([str(first), str(out)]) == 0
+    assert f"{out}: {first / 'step-00000002'}" in capsys.readouterr().out
+    run_on_two(str(second), "2", "0", f"weights={out}")
+    before, after = checkpoint.find(first), checkpoint.find(second)
+    assert_same(checkpoint.load_weights(after), checkpoint.load_weights(before))
+    moments = {k: t for part in after.parts for k, t in load_file(after.folder / part).items() if k.startswith("exp_")}
+    assert len(moments) >= 2 * len(after.shapes) and not any(tensor.any() for tensor in moments.values())
+    assert weights.main([str(tmp_path), str(tmp_path / "none")]) == 2
+    assert f"trainer.weights: error: no whole checkpoint in {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_run_starts_from_weights_once_and_never_when_it_resumes(tiny_shards: Path, tmp_path: Path) -> None:
+    def run(folder: Path, steps: int, **section: str) -> tuple[int, str]:
+        folder.mkdir(exist_ok=True)
+        path = write_config(folder, tiny_shards, steps, run={"folder": str(folder / "run"), **section})
+        return ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(path)))[0]
+
+    code, output = run(tmp_path / "a", 20)
+    assert code == 0, output
+    source = str(tmp_path / "a" / "run")
+    code, output = run(tmp_path / "b", 10, weights=source)
+    assert code == 0 and f"a fresh start from {source}" in output, output
+    losses = [lines(tmp_path / name / "run", "step")[0]["loss"] for name in "ab"]
+    assert losses[1] < losses[0]  # the same first batch, after 20 steps
+    code, output = run(tmp_path / "b", 20, weights=str(tmp_path / "gone"))
+    assert code == 0 and "resumed from" in output and "fresh start" not in output, output
