@@ -48,6 +48,22 @@ def cut(step: int, rank: int, size: int, micro_batches: int) -> tuple[list[Micro
     return batches, GlobalCounts(targets, BATCH, int(lengths.sum()), int((lengths**2).sum()))
 
 
+def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """What the first step's gradients were, whole and flat by name, up to the factor 1 - β₁: its first moments."""
+    assert engine.optimizer.partition is not None
+    own = [
+        (part.name, part.start, engine.optimizer.moments(buffer)["exp_avg"][part.offset :][: part.length].cpu())
+        for buffer in engine.optimizer.partition.buffers
+        for part in buffer.slices
+    ]
+    told: list[list[tuple[str, int, torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, own)
+    whole = {name: torch.zeros(shape.numel()) for name, shape in engine.optimizer.partition.shapes.items()}
+    for name, start, piece in (part for parts in told for part in parts):
+        whole[name][start : start + len(piece)] = piece
+    return whole
+
+
 def main() -> None:
     out, stage, micro_batches, steps, optimizer = sys.argv[1:6]
     device, precision, scale = (*sys.argv[6:], *("cpu", "fp32", "65536")[len(sys.argv) - 6 :])
@@ -55,7 +71,7 @@ def main() -> None:
     join(world, 60)
     config = EngineConfig(int(stage), precision, float(scale))  # type: ignore[arg-type]
     engine = Engine(config, MODEL, OptimizerConfig(name=optimizer), world, seed=3)  # type: ignore[arg-type]
-    norms, losses = [], []
+    norms, losses, gradients = [], [], dict[str, torch.Tensor]()
     for step in range(int(steps)):
         batches, counts = cut(step, world.rank, world.size, int(micro_batches))
         result = engine.step(batches, counts, step, 1e-3)
@@ -63,9 +79,11 @@ def main() -> None:
         dist.all_reduce(sums)
         losses.append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
         norms.append(float(result.gradient_norm))
+        if step == 0:
+            gradients = first_gradients(engine)
     if world.is_main:
         weights = {name: p.detach().float().cpu() for name, p in engine.model.named_parameters()}
-        torch.save({"losses": losses, "norms": norms, "weights": weights}, out)
+        torch.save({"losses": losses, "norms": norms, "weights": weights, "gradients": gradients}, out)
     leave(0)
 
 

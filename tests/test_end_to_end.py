@@ -98,6 +98,21 @@ def killed(config: dict[str, Any], tmp_path: Path) -> Iterator[Path]:
     yield folder
 
 
+@pytest.fixture
+def begun(config: dict[str, Any], tmp_path: Path) -> Path:
+    """The folder of a run of two ranks that was killed after its first checkpoint."""
+    forked = ranks.fork(2, "trainer/__main__.py", "--config", str(write(config, tmp_path)))
+    folder = Path(config["run"]["folder"])
+    deadline = time.monotonic() + TIMEOUT
+    while not lines(folder, "checkpoint"):
+        assert time.monotonic() < deadline and forked[0].returncode is None, forked[0].log.read_text()
+        time.sleep(0.02)
+    for rank in forked:
+        rank.kill()
+    ranks.finish(forked)
+    return folder
+
+
 def test_killed_stopped_and_resumed_is_never_killed_and_exports(
     config: dict[str, Any], killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,18 +187,10 @@ def _is_ours(process: psutil.Process, mark: str) -> bool:
 
 
 def run_alone(path: Path, *overrides: str) -> tuple[int, str]:
-    """The run as one process without a launcher: exit code and output."""
+    """The run on one rank: exit code and output."""
     arguments = [part for override in overrides for part in ("--set", override)]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", "--config", path, *arguments],
-        cwd=ranks.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    return done.returncode, done.stdout
+    [ended] = ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(path), *arguments), TIMEOUT)
+    return ended
 
 
 def refused(path: Path, *overrides: str) -> str:
@@ -235,15 +242,15 @@ def test_a_port_in_use_is_refused(config: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_another_model_or_run_does_not_go_on_from_a_checkpoint(
-    config: dict[str, Any], killed: Path, tmp_path: Path
+    config: dict[str, Any], begun: Path, tmp_path: Path
 ) -> None:
-    path, before = tmp_path / "run.yaml", (killed / "config.yaml").read_bytes()
+    path, before = tmp_path / "run.yaml", (begun / "config.yaml").read_bytes()
     assert "is of another run (model.intermediate was 32, now 48)" in refused(path, "model.intermediate=48")
     assert "model.heads was 2, now 4" in refused(path, "model.heads=4")  # of the same shapes
     assert "exists and run.resume is never" in refused(path, "run.resume=never")
     config["phases"].insert(0, {**config["phases"][1], "name": "new"})
     assert "phases first, in this order" in refused(write(config, tmp_path))
-    assert (killed / "config.yaml").read_bytes() == before
+    assert (begun / "config.yaml").read_bytes() == before
 
 
 def test_a_run_folder_that_cannot_be_is_one_line(config: dict[str, Any], tmp_path: Path) -> None:

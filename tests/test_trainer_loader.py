@@ -193,6 +193,23 @@ def test_a_micro_batch_by_hand() -> None:
     assert moved.max_seqlen == 7 and moved.labels.device.type == moved.cu_seqlens.device.type == "meta"
 
 
+def test_memory_is_pinned_for_a_gpu_alone(tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, order = load_manifest(tiny_shards), order_of(tiny_shards)
+    for device, pinned in (("cpu", False), ("cuda:1", True)):
+        seen = list[torch.device]()
+        monkeypatch.setattr(MicroBatch, "pin", lambda batch, device, seen=seen: seen.append(device) or batch)
+        Loader(tiny_shards, manifest, 0, 1, device=torch.device(device)).read(order, 0, 20, 3)
+        assert seen == [torch.device(device)] * 3
+        monkeypatch.undo()
+        batch = collate([sample([2, 10, 3], 3, NO_PAIR, {1: 4})], np.array([0]))
+        if not pinned:
+            assert batch.pin(torch.device(device)) is batch
+    if torch.cuda.is_available():
+        ready = batch.pin(torch.device("cuda", 0))
+        assert ready.tokens.is_pinned() and ready.cu_seqlens.is_pinned() and ready.max_seqlen == batch.max_seqlen
+        assert torch.equal(ready.to(torch.device("cuda", 0)).tokens.cpu(), batch.tokens)
+
+
 def sample(ids: list[int], split: int, is_next: int, masks: dict[int, int]) -> Sample:
     positions, replacements = (np.array([*numbers], np.int32) for numbers in (masks, masks.values()))
     return Sample(np.array(ids, np.int32), split, is_next, positions, replacements, np.zeros(len(ids), np.bool_))
@@ -294,6 +311,20 @@ def test_new_masks_depend_on_seed_epoch_and_sample_alone(tiny_shards: Path) -> N
     assert not (first[0] & first[1]).total() > 5
     other = epochs(masks_of(tiny_shards, seed=4), order_of(tiny_shards, seed=5))
     assert not (first[0] & other[0]).total() > 5
+
+
+def test_equal_samples_of_two_shards_get_masks_of_their_own(own_shards: Path) -> None:
+    manifest = load_manifest(own_shards)
+    for name in ("{}.tar", "{}.idx.npy"):
+        shutil.copy(own_shards / name.format("shard-00000"), own_shards / name.format("shard-00001"))
+    twins = tuple(replace(manifest.shards[0], name=f"shard-0000{number}") for number in range(2))
+    loader = Loader(own_shards, replace(manifest, shards=twins), 0, 1, masks_of(own_shards))
+    order = Order((64, 64), 5, 2)
+    masks = dict[int, list[Raw]]()
+    for number, sample in samples_of([loader.read(order, 0, 128, 1)]):
+        masks.setdefault(int(order.take(number, 1)[0, 1]), []).append(sample)
+    assert len(masks) == 64 and all(a.ids == b.ids for a, b in masks.values())
+    assert sum(a.masks == b.masks for a, b in masks.values()) < 5
 
 
 def test_a_sweep_keeps_the_static_masks(tiny_shards: Path) -> None:

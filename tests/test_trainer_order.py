@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_prep.draws import bits
 from trainer.order import Order, deal
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple)
@@ -61,6 +62,51 @@ def test_a_window_bounds_the_shards_in_use_and_mixes_them() -> None:
         assert neighbours < 80  # 50 are expected of a true mixture, 196 of shards one after the other
         displacement = np.abs(np.argsort([row for _, row in runs], kind="stable") - np.arange(200)).mean()
         assert displacement > 40  # 67 are expected
+
+
+@given(ORDERS, st.integers(0, 200))
+def test_windows_are_what_the_samples_are_taken_from(order: Order, position: int) -> None:
+    shards, end = order.window_at(position)
+    assert len(shards) <= order.window and len(set(shards)) == len(shards)
+    assert end > position and {shard for shard, _ in rows(order, position, end - position)} <= set(shards)
+    start = end - sum(order.sizes[shard] for shard in shards)  # a window is read as a whole
+    assert set(rows(order, start, end - start)) == {
+        (shard, row) for shard in shards for row in range(order.sizes[shard])
+    }
+    assert order.window_at(start) == order.window_at(end - 1) == (shards, end)
+    assert order.window_at(end)[1] > end
+
+
+@pytest.mark.parametrize("sizes", [(10, 10, 4), (24,), (1,), (9, 2)], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("ranks", range(1, 6))
+def test_ranks_step_together_through_uneven_and_few_shards(
+    sizes: tuple[int, ...], micro_batches: int, ranks: int
+) -> None:
+    """Shards are not divided among the ranks, batches are: all ranks take equal steps and no sample is left out."""
+    order = Order(sizes, 5, 8)
+    batch = 4 * ranks * micro_batches
+    steps = -(-3 * order.samples // batch)
+    seen = list[tuple[int, int]]()
+    for step in range(steps):
+        picks = order.take(step * batch, batch)
+        parts = deal(np.array([5 + row for _, row in picks.tolist()]), ranks * micro_batches)
+        assert [len(part) for part in parts] == [4] * ranks * micro_batches
+        seen += [(shard, row) for shard, row in picks[np.sort(np.concatenate(parts))].tolist()]
+    for epoch in range(3):
+        part = seen[epoch * order.samples : (epoch + 1) * order.samples]
+        assert sorted(part) == [(shard, row) for shard, size in enumerate(sizes) for row in range(size)]
+
+
+def test_tokens_of_ranks_are_nearly_equal() -> None:
+    """On lengths as BERT's pairs have them: most fill the sequence but for a sentence's rest, a tenth is shorter."""
+    draws = bits(3, np.arange(50)[:, None, None], np.arange(256)[:, None], np.arange(3)) / 2**64
+    rest = np.floor(np.log(1 - draws[..., 0]) / np.log(1 - 1 / 12))
+    lengths = np.where(draws[..., 1] < 0.1, 5 + np.floor(124 * draws[..., 2]), np.maximum(128 - rest, 5))
+    assert 110 < lengths.mean() < 118 and lengths.min() < 10 and lengths.max() == 128
+    for batch in lengths.astype(np.int64):
+        tokens = [int(batch[part].sum()) for part in deal(batch, 8)]
+        assert max(tokens) <= 1.02 * np.mean(tokens)
 
 
 @given(st.lists(st.integers(5, 512), max_size=200), st.integers(1, 30))

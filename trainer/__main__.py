@@ -7,15 +7,14 @@ import sys
 import time
 from typing import NoReturn
 
-import torch.distributed as dist
-
+import trainer.first_process  # before the others, which take seconds
 from trainer.config import load
 from trainer.data import open_phases
 from trainer.engine import resolve_precision
 from trainer.errors import TrainerError
-from trainer.stop import STOPPED
+from trainer.stop import LOST
 from trainer.train import train
-from trainer.world import from_launcher, join, leave, speaks_first
+from trainer.world import from_launcher, join, leave, lost_contact, speaks_first
 
 
 def main() -> None:
@@ -47,21 +46,16 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", 130)
     except RuntimeError as error:
-        if not _lost_contact(error):
+        if not lost_contact(error):
             raise
         reason = str(error).strip().split("\n")[0].split(". ")[0]
-        _fail(f"trainer: rank {world.rank}: lost contact with another rank, whose own line says why ({reason})", 3)
+        _fail(f"trainer: rank {world.rank}: lost contact with another rank, whose own line says why ({reason})", LOST)
     if state.phase < len(phases):
         said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
-        _fail(said if world.is_main else "", STOPPED)
+        _fail(said if world.is_main else "", trainer.first_process.STOPPED)
     if world.is_main:
         print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
     leave(0)
-
-
-def _lost_contact(error: RuntimeError) -> bool:
-    signs = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out", "Socket")
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -6,6 +6,7 @@ row, P masked positions, S sequence length, D hidden, N heads, H head size, V vo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -29,12 +30,22 @@ class MicroBatch:
     is_next: Tensor  # (B,) int64, 1 where B follows A, 0 where not (`Sample.is_next`), IGNORED where there is no B
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch on ``device``."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in moved.items():
+        """The same micro-batch on ``device``; from pinned memory the copies are not waited for."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch in pinned memory, if it goes to a GPU; the same object if not."""
+        if device.type != "cuda":
+            return self
+        with torch.cuda.device(device):  # a thread's first use of CUDA would make a context on the first GPU
+            return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in changed.items():
             if isinstance(value, Tensor):
-                moved[name] = value.to(device, non_blocking=True)
-        return MicroBatch(**moved)
+                changed[name] = change(value)
+        return MicroBatch(**changed)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.tokenizer import load_tokenizer
+from trainer.cache import Cache, open_cache
 from trainer.config import Config
 from trainer.errors import TrainerError
 from trainer.loader import DynamicMasks, Loader
 from trainer.model import ModelConfig
 from trainer.order import Order
+from trainer.remote import is_remote
 from trainer.schedule import Phase, batch_of
 from trainer.world import World
 
@@ -55,14 +57,15 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
     loaders = {}
     for key, folder in folders.items():
         try:
-            manifest = load_manifest(Path(folder))
-        except ValueError as error:
+            path, cache = _open_folder(folder, config, world)
+            manifest = load_manifest(path)
+        except (DataError, TrainerError) as error:
             problems.append(f"{where}.{key}: {error}")
             continue
         found = _misfits(manifest, phase, model)
         dynamic = key == "train" and phase.masks == "dynamic"
-        masks = _dynamic_masks(Path(folder), manifest, config.run.seed, found) if dynamic else None
-        loaders[key] = Loader(Path(folder), manifest, world.rank, world.size, masks)
+        masks = _dynamic_masks(path, manifest, config.run.seed, found) if dynamic else None
+        loaders[key] = Loader(path, manifest, world.rank, world.size, masks, cache, world.device)
         problems += [f"{where}.{key}: {problem}" for problem in found + loaders[key].problems()]
     if len(loaders) < len(folders):
         return None
@@ -75,6 +78,15 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
     sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
     order = Order(sizes, config.run.seed, config.run.shuffle_window)
     return PhaseData(phase, loaders["train"], loaders.get("heldout"), order, *batch_of(phase, world.size))
+
+
+def _open_folder(place: str, config: Config, world: World) -> tuple[Path, Cache | None]:
+    """The local folder of a data set, and what fills it if the data set is remote."""
+    if not is_remote(place):
+        return Path(place), None
+    # five attempts, perhaps behind as many for another shard, end before the other ranks give this one up
+    cache = open_cache(place, config.cache, config.run.timeout_seconds / 20, world.local_rank)
+    return cache.folder, cache
 
 
 def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:

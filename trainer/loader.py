@@ -26,8 +26,11 @@ from data_prep.manifest import Manifest, file_sha256
 from data_prep.masking import Masking, Vocabulary, remask
 from data_prep.shards import NO_PAIR, Column, Sample, decode_sample, index_path, read_index, tar_path
 from trainer.batch import IGNORED, GlobalCounts, MicroBatch
+from trainer.cache import Cache
 from trainer.errors import TrainerError
 from trainer.order import Order, deal
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,33 @@ class Loader:
     """Reads the shards of one folder for rank ``rank`` of ``ranks``.
 
     ``masks``: training reads each sample under new masks in each epoch; None: under the static ones.
+    ``cache``: what fills the folder, if its shards are remote. ``device``: what training's batches will go to.
     Raises TrainerError with the shard's name on any damage.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, rank: int, ranks: int, masks: DynamicMasks | None = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        rank: int,
+        ranks: int,
+        masks: DynamicMasks | None = None,
+        cache: Cache | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.folder, self.manifest, self.rank, self.ranks, self.masks = folder, manifest, rank, ranks, masks
+        self.cache, self.device = cache, device
         self._sizes = np.array([shard.samples for shard in manifest.shards])
+        self._remedy = "restore it or build the shards again"
+        if cache is not None:
+            self._remedy = f"remove it, and it is fetched again from {cache.remote.address}"
+        self._in_use: tuple[list[int], list[int]] = [], []  # of the cache: shards of now, and of a little later
         self._shard = lru_cache(maxsize=256)(self._open)
 
     def problems(self) -> list[str]:
         """All shards that are absent, unreadable or of another size, told without reading one."""
+        if self.cache is not None:
+            return self.cache.problems()
         wrong = []
         for shard in self.manifest.shards:
             tar, index = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
@@ -78,6 +96,7 @@ class Loader:
 
     def read(self, order: Order, position: int, global_batch: int, micro_batches: int) -> StepBatch:
         """The step's batch at ``position``, cut over all ranks into ``micro_batches`` each."""
+        self._use(*_shards_at(order, position, global_batch))
         picks = order.take(position, global_batch)
         index = self._index_rows(picks)
         lengths = index[:, Column.TOKENS]
@@ -88,7 +107,8 @@ class Loader:
         if self.masks is not None:  # all of a step at once: half the time of one micro-batch after the other
             samples = self._remasked(samples, picks[own], position + own, self.masks)
         rest = iter(samples)
-        batches = tuple(self._collate(list(islice(rest, len(part))), position + part) for part in mine)
+        collated = (self._collate(list(islice(rest, len(part))), position + part) for part in mine)
+        batches = tuple(batch.pin(self.device) for batch in collated)
         counts = GlobalCounts(
             targets=int(index[:, Column.MASKED].sum()),
             pairs=0 if self.manifest.settings.pairs == "single" else global_batch,
@@ -102,23 +122,45 @@ class Loader:
     ) -> Generator[StepBatch, None, None]:
         """The endless batches from ``position`` on; the next one is read while this one is trained on."""
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
-            pending = reader.submit(self.read, order, position, global_batch, micro_batches)
-            while True:
-                asked = time.perf_counter()
-                batch = pending.result()
-                waited = time.perf_counter() - asked
-                position += global_batch
+            try:
                 pending = reader.submit(self.read, order, position, global_batch, micro_batches)
-                yield StepBatch(batch.position, batch.samples, batch.micro_batches, batch.counts, waited)
+                while True:
+                    asked = time.perf_counter()
+                    batch = pending.result()
+                    waited = time.perf_counter() - asked
+                    position += global_batch
+                    pending = reader.submit(self.read, order, position, global_batch, micro_batches)
+                    yield StepBatch(batch.position, batch.samples, batch.micro_batches, batch.counts, waited)
+            finally:
+                if self.cache is not None:
+                    self.cache.halt()
+                    reader.submit(self._rest)
 
     def sweep(self, size: int) -> Iterator[MicroBatch]:
         """This rank's share of every sample once, static masks, in the shards' own order, ``size`` at a time."""
         sizes = self._sizes.tolist()
         picks = np.concatenate([np.stack([np.full(n, s), np.arange(n)], axis=1) for s, n in enumerate(sizes)])
         numbers = np.arange(len(picks))[self.rank :: self.ranks]
-        for start in range(0, len(numbers), size):
-            part = numbers[start : start + size]
+        parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        shards = [np.unique(picks[part, 0]).tolist() for part in parts] + [[]]
+        for part, now, following in zip(parts, shards, shards[1:], strict=False):
+            self._use(now, following)
             yield self._collate(self._samples(picks[part]), part)
+        self._rest()
+
+    def _use(self, now: list[int], following: list[int]) -> None:
+        """See to it that the shards of ``now`` are there, and that those of ``following`` soon will be."""
+        if self.cache is not None and (now, following) != self._in_use:
+            self._shard.cache_clear()  # what is mapped takes room, even when it is removed
+            self._in_use = [], []
+            self.cache.want(now, following)
+            self._in_use = now, following
+
+    def _rest(self) -> None:
+        """Let go of all shards, if they are remote."""
+        self._use([], [])
+        if self.cache is not None:
+            self.cache.rest()
 
     def _index_rows(self, picks: NDArray[np.int64]) -> NDArray[np.int64]:
         """The index rows of (count, 2) picks: (count, columns)."""
@@ -136,14 +178,14 @@ class Loader:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             index, known = read_index(beside), file_sha256(beside) == shard.index_sha256
         except (OSError, ValueError) as error:
-            raise TrainerError(f"shard {path} cannot be read ({error}): restore it or build the shards again") from None
+            raise TrainerError(f"shard {path} cannot be read ({error}): {self._remedy}") from None
         if len(data) != shard.bytes or len(index) != shard.samples:
             raise TrainerError(
                 f"shard {path} has {len(data)} bytes and {len(index)} samples, but the manifest says {shard.bytes} "
-                f"and {shard.samples}: restore it or build the shards again"
+                f"and {shard.samples}: {self._remedy}"
             )
         if not known:  # a shard of another build may well have this size; its index holds its checksums
-            raise TrainerError(f"shard {beside} is not the manifest's (its sha256 differs): restore it and its tar")
+            raise TrainerError(f"shard {beside} is not the manifest's (its sha256 differs): {self._remedy}")
         return index, data
 
     def _sample(self, shard: int, row: int) -> Sample:
@@ -152,9 +194,7 @@ class Loader:
         payload = data[offset : offset + size]
         if zlib.crc32(payload) != crc:
             path = tar_path(self.folder, self.manifest.shards[shard].name)
-            raise TrainerError(
-                f"shard {path} is damaged at sample {row}: its checksum differs; restore it or build the shards again"
-            )
+            raise TrainerError(f"shard {path} is damaged at sample {row}: its checksum differs; {self._remedy}")
         return decode_sample(payload)
 
     def _samples(self, picks: NDArray[np.int64]) -> list[Sample]:
@@ -178,6 +218,21 @@ class Loader:
         if not samples:  # more parts than samples: a sequence without targets keeps the ranks in step
             return filler(self.manifest.tokenizer.specials.cls, self.manifest.tokenizer.specials.sep)
         return collate(samples, numbers)
+
+
+def _shards_at(order: Order, position: int, count: int) -> tuple[list[int], list[int]]:
+    """The shards of the windows that ``count`` samples from ``position`` on lie in, and those of the second window.
+
+    They are the same when a batch goes over a window's border: what follows is fetched a step later.
+    """
+    now, following = order.window_at(position)
+    second, end = order.window_at(following)
+    if following < position + count:
+        now = now + second
+    while end < position + count:  # a batch larger than a window
+        more, end = order.window_at(end)
+        now = now + more
+    return sorted(set(now)), second
 
 
 def collate(samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:

@@ -35,6 +35,14 @@ class Order:
         """Samples of one epoch."""
         return sum(self.sizes)
 
+    def window_at(self, position: int) -> tuple[list[int], int]:
+        """The shards that are mixed with one another at ``position``, and the position of the next window."""
+        epoch, inside = divmod(position, self.samples)
+        ends = _window_ends(self, epoch)
+        index = int(np.searchsorted(ends, inside, side="right"))
+        shards = _shards(self, epoch)[index * self.window : (index + 1) * self.window]
+        return shards.tolist(), position - inside + int(ends[index])
+
     def take(self, position: int, count: int) -> NDArray[np.int64]:
         """The samples at ``position … position + count - 1``: (count, 2) rows of (shard, row in it)."""
         rows = []

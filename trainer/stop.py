@@ -1,25 +1,42 @@
-"""A stop that all ranks agree on: a SIGTERM to any of them ends the run after a step that all of them finish."""
+"""A stop that all ranks agree on: a SIGTERM to any of them ends the run after a step that all of them finish.
+
+A launcher that is gone asks for the same, since nobody is left to pass a signal on. A rank cannot agree with one that
+has ended, and may wait for it in a collective, where Python runs no signal handler: a thread ends it then.
+"""
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import sys
+import threading
+import time
+from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from trainer.state import TrainState
-from trainer.world import World
+from trainer.world import World, leave
 
-STOPPED = 75  # the exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h
+LOST = 3  # the exit code of a rank that lost another one
+PATIENCE = 2.0  # seconds for a rank to say by itself that it lost another one
+LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run"}
 
 
 class Stop:
-    """Listens for SIGTERM from its making on. A second one changes nothing, also while a checkpoint is saved."""
+    """Listens from its making on, which every rank does together. A second SIGTERM changes nothing, also in a save."""
 
     def __init__(self, world: World, every: int) -> None:
-        self.world, self.every, self.asked = world, every, False
+        self.world, self.every, self.asked, self.decided = world, every, False, False
+        others, launchers = _handles(_beside(world)), _handles(_above())
+        signals, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)  # written whatever the main thread does
         signal.signal(signal.SIGTERM, self._ask)
+        threading.Thread(target=self._watch, args=(signals, others, launchers), name="stop", daemon=True).start()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
@@ -30,4 +47,67 @@ class Stop:
             return False
         asked = torch.tensor(int(self.asked), device=self.world.device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked.item())
+        self.decided = bool(asked.item())
+        return self.decided
+
+    def _watch(self, signals: int, others: list[int], launchers: list[int]) -> None:
+        """Wait for a SIGTERM or a launcher's end; from then on, for the end of another rank of this node."""
+        ready: list[int] = []
+        while not (signals in ready and signal.SIGTERM in os.read(signals, 64)):
+            ready = _first(signals, *launchers)
+            if set(ready) & set(launchers):
+                self.asked = True
+                print(f"trainer: rank {self.world.rank}: the launcher is gone: stopping", file=sys.stderr, flush=True)
+                break
+        if not others:
+            return
+        _first(*others)
+        time.sleep(PATIENCE)
+        if not self.decided:  # after that, ranks end as they finish
+            said = "lost contact with another rank, which has ended: it cannot stop at a step's border"
+            print(f"trainer: rank {self.world.rank}: {said}", file=sys.stderr, flush=True)
+            leave(LOST)
+
+
+def _beside(world: World) -> list[int]:
+    """The processes of the other ranks of this node. Every rank calls it."""
+    own = torch.tensor(os.getpid(), device=world.device)
+    told = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(told, own)
+    first = world.rank - world.local_rank
+    return [int(told[rank]) for rank in range(first, first + world.local_size) if rank != world.rank]
+
+
+def _above() -> list[int]:
+    """The launcher's processes above this one: those of ``deepspeed`` alone pass no signal on, and leave orphans."""
+    found, pid = list[int](), os.getppid()
+    while pid > 1:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        except OSError:
+            break  # it has just ended, or this system has no /proc
+        if not any(Path(word).name in LAUNCHERS for word in words[:5]):
+            break  # a shell may end before what it started
+        found.append(pid)
+        pid = int(status.rpartition(")")[2].split()[1])  # the name before it may hold anything
+    return found
+
+
+def _handles(pids: list[int]) -> list[int]:
+    """A file for each process, readable from its end on; none for those that this one cannot see."""
+    found = []
+    for pid in pids:
+        try:
+            found.append(os.pidfd_open(pid))
+        except (OSError, AttributeError):
+            continue  # in another container, or a kernel or Python without it: the launcher's own grace must do
+    return found
+
+
+def _first(*files: int) -> list[int]:
+    """Wait until any of the files is readable, and return those that are."""
+    poll = select.poll()  # unlike select(), for any number of a file
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return [file for file, _ in poll.poll()]

@@ -157,6 +157,12 @@ def broadcast_text(text: str, world: World) -> str:
     return bytes(data.tolist()).decode().rstrip("\0")
 
 
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed since another rank is gone, whose own line says why."""
+    signs = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out", "Socket")
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+
+
 def set_up_deepspeed(device: str) -> None:
     """Tell DeepSpeed, before its import, what it runs on, and to keep what it compiles in this environment.
 
