@@ -22,7 +22,7 @@ from data_prep.pairs import PAIR
 from data_prep.settings import Settings
 from data_prep.shards import PREFIX
 from data_prep.store import COUNTS, Store, open_store
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import load_once
 from data_prep.verify import verify
 
 WORK = ".work"  # below the output folder, removed at the end
@@ -134,8 +134,7 @@ def is_complete(job: Job, mark: str) -> bool:
 
 @cache
 def _load_vocabulary(tokenizer: Path) -> Vocabulary:
-    """Once in a process: a job comes to it anew with each piece of work."""
-    loaded = load_tokenizer(tokenizer)
+    loaded = load_once(tokenizer)
     return make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)
 
 

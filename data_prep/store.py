@@ -25,7 +25,7 @@ from data_prep.atomic import replacing
 from data_prep.cleaning import clean
 from data_prep.corpus import Chunk
 from data_prep.sentences import split_sentences
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import load_once
 from data_prep.words import Ids, WordCache
 
 COUNTS = "counts.npy"
@@ -85,7 +85,7 @@ def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str, given_words: bool) -> TokenizedChunk:
     """Sentences and ids of a chunk; sentences without a token are left out."""
-    words, unknown = _load_once(tokenizer, given_words)
+    words, unknown = _words_of(tokenizer, given_words)
     sentences: list[str] = []
     documents: list[int] = []
     digests: dict[int, bytes] = {}
@@ -113,8 +113,9 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str, given_words: bo
 
 
 @cache
-def _load_once(tokenizer: Path, given_words: bool) -> tuple[WordCache, int]:
-    loaded = load_tokenizer(tokenizer)
+def _words_of(tokenizer: Path, given_words: bool) -> tuple[WordCache, int]:
+    """One cache in a process, for all of its chunks."""
+    loaded = load_once(tokenizer)
     return WordCache(loaded, id_dtype(loaded.vocab_size), given_words), loaded.specials.unk
 
 

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if control.intersection(encoder.encode(name, add_special_tokens=False).ids):
             raise DataError(f"tokenizer in {folder}: {name} written in a text would become the control token")
     return Tokenizer(encoder, specials, settings)
+
+
+@cache
+def load_once(folder: Path) -> Tokenizer:
+    """`load_tokenizer`, once in a process: workers come to a build's own copy, which does not change, for each task."""
+    return load_tokenizer(folder)
 
 
 def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
