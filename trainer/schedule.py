@@ -15,7 +15,7 @@ class Phase:
     """
 
     name: str
-    train: str  # folder of training shards
+    train: str  # training shards: a folder, or an address such as s3://bucket/folder
     sequence_length: int  # of those shards; checked against their manifest
     steps: int  # optimizer steps
     learning_rate: float  # peak
@@ -25,7 +25,7 @@ class Phase:
     warmup_steps: int = 0
     power: float = 1.0  # of the polynomial decay; 1 is linear, 0 is constant
     end_learning_rate: float = 0.0
-    heldout: str | None = None  # folder of held-out shards, evaluated during the phase
+    heldout: str | None = None  # held-out shards, likewise, evaluated during the phase
     # of the training shards; static: those in them; dynamic: new ones in each epoch, for data masked by token
     masks: Literal["static", "dynamic"] = "static"
 
