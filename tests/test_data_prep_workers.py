@@ -18,6 +18,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,11 @@ def environment() -> dict[str, str]:
 
 
 def start(*line: str) -> subprocess.Popen[str]:
-    """A command in a process group of its own."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, env=environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    """A command in a process group of its own, as from a terminal: what a shell starts with & has SIGINT ignored."""
+    pipe, heed = subprocess.PIPE, partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(
+        line, env=environment(), stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=heed
+    )
 
 
 def start_ranks(size: int, *arguments: str, runner: tuple[str, ...] = ("-m", "mpi4py")) -> subprocess.Popen[str]:
