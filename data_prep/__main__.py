@@ -214,6 +214,7 @@ def _add_build(build_parser: argparse.ArgumentParser) -> None:
         help="second task: next sentence, order, or none (%(default)s)",
     )
     add("--short-sequence-rate", type=float, default=0.1, metavar="X", help="cut to a random length (%(default)s)")
+    add("--cut", choices=CHOICES["cut"], default="either", help="which ends a long pair loses (%(default)s)")
     add("--masking", choices=CHOICES["masking"], default="token", help="what is masked together (%(default)s)")
     add("--masked-share", type=float, default=0.15, metavar="X", help="share of the tokens to predict (%(default)s)")
     add("--max-predictions", type=int, default=0, metavar="N", help="of a sample (the share of a full one)")

@@ -8,7 +8,8 @@
   fit, in one segment.
 
 A pair longer than its target is cut as BERT's `truncate_seq_pair` does: tokens are taken off the longer segment,
-or B, one at a time, each from the front or the back by the toss of a coin. Where this differs from BERT's:
+or B, one at a time, each from the front or the back by the toss of a coin; or, with ``cut`` outer, from the front
+of A and the back of B, so that the text of a true pair goes on from A to B. Where this differs from BERT's:
 
 - the short target is drawn for each pair, not once a document, and the pair is cut to it;
 - a pair is made of two sentences at least, however long they are, so that half of the pairs can be true;
@@ -192,8 +193,11 @@ def _place(store: Store, pieces: Pieces, duplicate: int, settings: Settings) -> 
     target = pieces.target
     limit = np.stack([(target + 1) // 2, target // 2])  # at equal lengths B gives way
     kept = np.minimum(lengths, np.maximum(target - lengths[::-1], limit))
-    segment = np.arange(2)[:, None]
-    starts += _toss_coins(lengths - kept, settings.seed, FRONT, duplicate, pieces.first, segment)
+    if settings.cut == "outer":
+        starts[0] += lengths[0] - kept[0]
+    else:
+        segment = np.arange(2)[:, None]
+        starts += _toss_coins(lengths - kept, settings.seed, FRONT, duplicate, pieces.first, segment)
 
     pairs = np.empty(len(target), PAIR)
     pairs["a_start"], pairs["b_start"] = starts

@@ -16,6 +16,7 @@ SHORTEST_SEQUENCE = 5  # [CLS] a [SEP] b [SEP]
 LONGEST_SEQUENCE = 65_535  # a length is written as 16 bits
 CHOICES = {
     "pairs": ("nsp", "sop", "single"),
+    "cut": ("either", "outer"),
     "masking": ("token", "word", "ngram", "span"),
     "part": ("all", "train", "held-out"),
     "bad_bytes": ("strict", "replace"),
@@ -31,6 +32,7 @@ class Settings:
     duplicates: int = 1  # passes over the corpus, each with other pairs and masks
     pairs: str = "nsp"  # nsp: the next sentences or random ones; sop: in order or swapped; single: one segment
     short_sequence_rate: float = 0.1
+    cut: str = "either"  # where long pairs lose tokens: at either end, as BERT's; outer: so that A and B still touch
     masking: str = "token"  # what is masked together: token, word, ngram (ALBERT's), span (SpanBERT's)
     masked_share: float = 0.15
     max_predictions: int = 0  # masked positions: no sample has more; 0: what the share of a full sequence comes to

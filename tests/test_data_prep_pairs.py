@@ -376,6 +376,18 @@ def test_a_pair_is_cut_as_the_original_cuts_it(a: int, b: int, length: int) -> N
         assert abs(np.corrcoef(fronts)[0, 1]) < 4.5 / len(pairs) ** 0.5
 
 
+@pytest.mark.parametrize("kind", ["nsp", "sop"])
+def test_cut_outside_the_segments_of_a_pair_touch(kind: str) -> None:
+    store = make_store([[20] * 30] * 20)
+    pairs, counts = plan(store, make_settings(32, pairs=kind, cut="outer", short_sequence_rate=0.5))
+    true = [(a, b) for a, b, is_next in read(store, pairs) if is_next and b]
+    assert len(true) > 50 and counts.truncated > 0
+    assert all(a.end == b.start for a, b in true)
+    either, _ = plan(store, make_settings(32, pairs=kind, short_sequence_rate=0.5))
+    assert either["a_length"].tolist() == pairs["a_length"].tolist()
+    assert not all(a.end == b.start for a, b, is_next in read(store, either) if is_next and b)
+
+
 def test_a_random_partner_is_cut_at_either_end() -> None:
     store = make_store([[40, 40]] * 4000)
     pairs, _ = plan(store, make_settings(35, short_sequence_rate=0.0))

@@ -81,7 +81,7 @@ def prepare() -> None:
             command(
                 *("python", "-m", "data_prep", "build", "--input", CORPUS, "--where", f"split={split}"),
                 *("--tokenizer", VOCABULARY, "--out", SHARDS / f"{split}-{length}"),
-                *("--sequence-length", str(length), "--duplicates", str(copies)),
+                *("--sequence-length", str(length), "--duplicates", str(copies), "--cut", "outer"),
             )
     command("python", "-m", "data_prep", "verify", "--full", *sorted(SHARDS.iterdir()))
 
