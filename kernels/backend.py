@@ -1,24 +1,78 @@
-"""Says which implementation of the kernels runs, and why."""
+"""Says which implementation of the kernels runs, and why; the one file that imports Triton.
+
+Every operation of this package exists twice: as a plain PyTorch reference, which is its specification
+and what CPUs run, and as Triton kernels, which GPUs run. Which of them does is asked here at each call:
+nothing falls back in silence.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHOICES = ("auto", "triton", "torch")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what the Triton kernels take
+
+_choice: ContextVar[str] = ContextVar("kernels", default="auto")
 
 
 @dataclass(frozen=True)
 class Backend:
     """What computes the kernels of this process; logged once, and the label of a metric."""
 
-    name: str  # "torch"
+    name: str  # "triton" or "torch"
     reason: str  # why this one
     apex: str  # what the import name "apex" stands for here
 
 
-def resolve() -> Backend:
-    """The backend of every function in ``kernels``."""
-    return Backend("torch", "the kernels are plain PyTorch on every device", apex())
+def resolve(device: str) -> Backend:
+    """The backend of every function of this package for tensors on ``device``: "cuda" or "cpu".
+
+    Raises RuntimeError where Triton is asked for, or a GPU needs it, and it cannot run.
+    """
+    choice, interpreted = _choice.get(), _interpreted()
+    if choice == "torch" or (choice == "auto" and device != "cuda"):
+        reason = "asked for" if choice == "torch" else f"the kernels are plain PyTorch on {device}"
+        return Backend("torch", reason, apex())
+    if TRITON_MISSING:
+        raise RuntimeError(f"the kernels need Triton on a GPU ({TRITON_MISSING}): install it, or set kernels to torch")
+    if device != "cuda" and not interpreted:
+        raise RuntimeError(f"Triton does not run on {device}: set kernels to auto or torch, or TRITON_INTERPRET=1")
+    how = "in its interpreter" if interpreted else "compiled"
+    return Backend("triton", f"Triton {triton.__version__}, {how}", apex())
+
+
+@contextmanager
+def using(choice: str) -> Iterator[None]:
+    """Within it the kernels are those of ``choice``, one of CHOICES. Raises ValueError for another."""
+    if choice not in CHOICES:
+        raise ValueError(f"kernels is {choice!r}; it must be one of {', '.join(CHOICES)}")
+    token = _choice.set(choice)
+    try:
+        yield
+    finally:
+        _choice.reset(token)
+
+
+def fused(x: Tensor) -> bool:
+    """Whether ``x`` goes to a Triton kernel. Raises RuntimeError as ``resolve``, TypeError for its dtype."""
+    choice = _choice.get()
+    if choice == "torch" or (choice == "auto" and not x.is_cuda):
+        return False
+    if TRITON_MISSING or not x.is_cuda:
+        resolve(x.device.type)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"the Triton kernels take fp16, bf16 and fp32, not {x.dtype}: set kernels to torch for it")
+    return True
 
 
 def apex() -> str:
@@ -33,3 +87,27 @@ def apex() -> str:
     if any((folder / "normalization" / "fused_layer_norm.py").is_file() for folder in folders):
         return "NVIDIA Apex, not used"
     return "an unrelated package named apex (not NVIDIA's), not used"
+
+
+def _import_triton() -> tuple[Any, Any, str]:
+    """(triton, triton.language, "" or why they are not there); then stand-ins that only let files import.
+
+    A broken or renamed Triton fails in more ways than ImportError; what the kernels use is asked for.
+    """
+    try:
+        import triton
+        import triton.language as tl
+
+        needed = (triton.jit, triton.cdiv, triton.next_power_of_2, tl.constexpr, tl.dot, tl.erf, tl.exp2, tl.rsqrt)
+        assert needed
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        absent = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda value: value)
+        return *absent, f"{type(error).__name__}: {error}"
+    return triton, tl, ""
+
+
+triton, tl, TRITON_MISSING = _import_triton()
+
+
+def _interpreted() -> bool:
+    return not TRITON_MISSING and bool(triton.knobs.runtime.interpret)

@@ -25,6 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.backend import tl, triton
+
 HEAD = 1 << 16  # added to an attention's site once a head; plain sites are below it
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # constants as signed numbers, as torch's integers are
@@ -77,6 +79,47 @@ def threshold(p: float) -> int:
     if not 0 <= cut < 65536:
         raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
     return cut
+
+
+@triton.jit
+def row_keys(
+    keys,  # (T, 2) int32
+    rows,  # any shape of T's
+    mask,  # of rows: False reads nothing
+    site,  # int: this dropout's, with a head's part
+):
+    """Stage 2 in a kernel: (a, b) uint32 of the shape of ``rows``."""
+    a = tl.load(keys + rows * 2, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    b = tl.load(keys + rows * 2 + 1, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    site = site.to(tl.uint32)
+    return mix32(a + site * 0x9E3779B9, 0), mix32(b + site * 0x85EBCA6B, 0)
+
+
+@triton.jit
+def kept(
+    a,  # uint32, from row_keys, e.g. (M, 1)
+    b,  # likewise
+    columns,  # int32, e.g. (1, N)
+    cut,  # int: (threshold(p) - 32768) * 65536
+):
+    """Stage 3 in a kernel: True where an element stays, of the broadcast shape."""
+    word = mix32((columns >> 1).to(tl.uint32) * 0x9E3779B9 + a, b)
+    # An even column's half is brought on top; what lies below cannot change the comparison.
+    return (word << (16 - (columns & 1) * 16).to(tl.uint32)).to(tl.int32, bitcast=True) >= cut
+
+
+@triton.jit
+def mix32(h, key):
+    """lowbias32 of uint32 ``h`` with ``key`` added after the first multiplication."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D + key
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+def kernel_constants(keys: Tensor | None, p: float) -> tuple[int, float]:
+    """(``cut`` of ``kept``, the scale of what is kept); no keys or p = 0 keeps all, as it is."""
+    cut = 0 if keys is None else threshold(p)
+    return (cut - 32768) * 65536, 65536 / (65536 - cut)
 
 
 def _halves(keys: Tensor, site: int | Tensor, columns: int) -> Tensor:

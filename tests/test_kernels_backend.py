@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from ranks import ROOT
 
 from kernels import backend
 
 
-def test_the_backend_is_torch_and_says_why() -> None:
-    found = backend.resolve()
-    assert found.name == "torch" and "PyTorch" in found.reason
+def test_cpus_run_pytorch_and_gpus_triton() -> None:
+    on_cpu, on_gpu = backend.resolve("cpu"), backend.resolve("cuda")
+    assert on_cpu.name == "torch" and "PyTorch" in on_cpu.reason
+    assert on_gpu.name == "triton" and "Triton 3." in on_gpu.reason
+
+
+def test_a_choice_holds_inside_and_only_there() -> None:
+    with backend.using("torch"):
+        assert backend.resolve("cuda").name == "torch"
+    with pytest.raises(ValueError, match="one of auto, triton, torch"), backend.using("cuda"):
+        pass
+    assert backend.resolve("cuda").name == "triton"
+
+
+def test_a_dtype_without_kernels_is_refused() -> None:
+    with backend.using("triton"), pytest.raises(TypeError, match="float64"):
+        backend.fused(torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("raise ModuleNotFoundError('No module named triton')", id="absent"),
+        pytest.param("", id="empty"),
+        pytest.param("jit = cdiv = next_power_of_2 = print", id="without a language"),
+        pytest.param("raise RuntimeError('0 active drivers')", id="broken"),
+    ],
+)
+def test_without_a_sound_triton_the_package_imports_and_a_gpu_is_refused(source: str, tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(source)
+    names = ", ".join(f"kernels.{path.stem}" for path in sorted((ROOT / "kernels").glob("[a-z]*.py")))
+    code = (
+        f"import {names}; from kernels import backend\n"
+        "assert backend.resolve('cpu').name == 'torch'\n"
+        "try: backend.resolve('cuda')\n"
+        "except RuntimeError as error: print(error)"
+    )
+    # PyTorch looks for Triton, too, and does not guard itself: it comes first, and then Triton is replaced.
+    shadow = "import sys, torch; sys.modules = {k: v for k, v in sys.modules.items() if not k.startswith('triton')}\n"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", shadow + code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert "the kernels need Triton on a GPU" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

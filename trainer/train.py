@@ -260,7 +260,7 @@ def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
 
 def _describe(run: Run, state: TrainState) -> None:
     """Say once what really runs, and leave the resolved configuration and the tokenizer beside the checkpoints."""
-    config, chosen = run.config, backend.resolve()
+    config, chosen = run.config, backend.resolve(run.world.device.type)
     together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
     run.metrics.describe(
         state,
