@@ -3,18 +3,25 @@
 For each sequence and head:  out = dropout(softmax(Q K^T / sqrt(H))) V
 (Vaswani et al., "Attention is all you need", 2017, equation 1; dropout as in BERT).
 
-``qkv`` (T, 3, N, H) holds all sequences in one row; ``out`` is (T, N, H). Kept for backward by the
-reference: Q, K, V, the weights before and after dropout, (B, N, S, S) each. Softmax is fp32.
+``qkv`` (T, 3, N, H) holds all sequences in one row; ``out`` is (T, N, H). Softmax is fp32.
+
+On a GPU, kernels/attention_block.py runs where one block holds all of a sequence and head (halves, up to
+128 tokens), kernels/attention_tiled.py elsewhere. Neither uses atomics, and how they are launched is a pure
+function of shape and dtype, so that equal inputs give equal bits. Kept for backward by both: qkv and the
+log2 of the softmax's denominator, (N, T) fp32; by the tiled one also ``out``. By the reference: Q, K, V, the
+weights before and after dropout, (B, N, S, S) each.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import dropout
+from kernels import attention_block, attention_tiled, dropout
+from kernels.backend import fused
 
 
 def attention_reference(
@@ -51,6 +58,31 @@ def attention_reference(
     return (out if full else out.index_select(0, slots)).view(tokens, heads, size)
 
 
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        dropout_p: float,
+        keys: Tensor | None,
+        site: int,
+    ) -> Tensor:
+        qkv, constants = qkv.contiguous(), (max_seqlen, dropout_p, keys, site)
+        ctx.kernels = attention_block if attention_block.fits(qkv, max_seqlen) else attention_tiled
+        out: Tensor
+        out, lse = ctx.kernels.forward(qkv, cu_seqlens, *constants)
+        ctx.save_for_backward(qkv, cu_seqlens, lse, *((out,) if ctx.kernels is attention_tiled else ()))
+        ctx.constants = constants
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        d_qkv = ctx.kernels.backward(d_out.contiguous(), *ctx.saved_tensors, *ctx.constants)
+        return d_qkv, None, None, None, None, None
+
+
 def attention(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -64,7 +96,8 @@ def attention(
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, (B + 1,) int32; none is longer than
     ``max_seqlen``. ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation; ``site`` names
-    this layer's attention. Raises ValueError if shapes or dtypes do not fit.
+    this layer's attention. Raises ValueError if shapes or dtypes do not fit, or heads are wider than the kernels
+    take.
     """
     if qkv.dim() != 4 or qkv.shape[1] != 3 or not qkv.is_floating_point():
         raise ValueError(f"qkv is {qkv.dtype} {tuple(qkv.shape)}; it must be floating point (T, 3, N, H)")
@@ -75,6 +108,13 @@ def attention(
         raise ValueError(f"keys are {tuple(keys.shape)}; they must be ({qkv.shape[0]}, 2), a row a token")
     if not cu_seqlens.is_cuda:  # on a GPU a look at the values would stop the queue
         _check_lengths(cu_seqlens.tolist(), qkv.shape[0], max_seqlen)
+    if fused(qkv):
+        if qkv.shape[-1] > attention_tiled.WIDEST:
+            raise ValueError(
+                f"heads are {qkv.shape[-1]} wide; the kernels take up to {attention_tiled.WIDEST}: set kernels to torch"
+            )
+        out: Tensor = _Attention.apply(qkv, cu_seqlens, max_seqlen, dropout_p, keys, site)
+        return out
     return attention_reference(qkv, cu_seqlens, max_seqlen, dropout_p, keys, site)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from kernels.backend import tl, triton
 
 HEAD = 1 << 16  # added to an attention's site once a head; plain sites are below it
+HEAD_SITE = tl.constexpr(HEAD)  # the same, for a kernel
 
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # constants as signed numbers, as torch's integers are
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -91,21 +92,24 @@ def row_keys(
     """Stage 2 in a kernel: (a, b) uint32 of the shape of ``rows``."""
     a = tl.load(keys + rows * 2, mask=mask, other=0).to(tl.uint32, bitcast=True)
     b = tl.load(keys + rows * 2 + 1, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    site = site.to(tl.uint32)
+    site = (rows * 0 + site).to(tl.uint32)  # a tensor, also where the launcher made a constant of it
     return mix32(a + site * 0x9E3779B9, 0), mix32(b + site * 0x85EBCA6B, 0)
 
 
 @triton.jit
 def kept(
-    a,  # uint32, from row_keys, e.g. (M, 1)
-    b,  # likewise
-    columns,  # int32, e.g. (1, N)
+    a,  # (M,) uint32, from row_keys
+    b,  # (M,) uint32, likewise
+    first,  # the first column, even
     cut,  # int: (threshold(p) - 32768) * 65536
+    COLUMNS: tl.constexpr,  # how many, a power of two
 ):
-    """Stage 3 in a kernel: True where an element stays, of the broadcast shape."""
-    word = mix32((columns >> 1).to(tl.uint32) * 0x9E3779B9 + a, b)
-    # An even column's half is brought on top; what lies below cannot change the comparison.
-    return (word << (16 - (columns & 1) * 16).to(tl.uint32)).to(tl.int32, bitcast=True) >= cut
+    """Stage 3 in a kernel: (M, COLUMNS), True where an element stays. A word is made once for its two columns."""
+    pairs = (first // 2 + tl.arange(0, COLUMNS // 2)).to(tl.uint32) * 0x9E3779B9
+    word = mix32(pairs[None, :] + a[:, None], b[:, None])  # (M, COLUMNS / 2)
+    # The even column's half is brought on top; what lies below cannot change the comparison.
+    halves = tl.join(word << 16, word).reshape(word.shape[0], COLUMNS)
+    return halves.to(tl.int32, bitcast=True) >= cut
 
 
 @triton.jit

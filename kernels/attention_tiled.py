@@ -1,0 +1,286 @@
+"""Attention's kernels for sequences of any length, in tiles; softmax is taken online.
+
+(Dao, "FlashAttention-2", 2023, algorithms 1 and 2.) Backward takes two passes: one a tile of queries, for
+their gradient, which leaves the row sums of out * d_out, and one a tile of keys, for theirs and the values'. So
+no gradient is shared by programs, and none needs atomics or carries partial sums through memory.
+
+    P = softmax(Q K^T / sqrt(H)),  out = (D * P) V,  D = dropout's multiplier
+    dV = (D * P)^T dO,  dS = P * (D * (dO V^T) - rowsum(out * dO)),  dQ = dS K / sqrt(H),  dK = dS^T Q / sqrt(H)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import dropout
+from kernels.backend import tl, triton
+
+WIDEST = 128  # H
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _forward_kernel(
+    qkv,  # (T, 3, N, H)
+    cu_seqlens,  # (B + 1,) int32
+    keys,  # (T, 2) int32; not read without DROPOUT
+    out,  # (T, N, H)
+    lse,  # (N, T) fp32: log2 of the sum of 2^score
+    tokens,  # T
+    scale,  # 1 / sqrt(H)
+    site,  # this layer's dropout
+    cut,  # what drops: see dropout.kept
+    gain,  # 1 / (1 - p)
+    HEADS: tl.constexpr,  # N
+    HEAD: tl.constexpr,  # H
+    BLOCK_H: tl.constexpr,  # H, rounded up to a power of two
+    BLOCK_M: tl.constexpr,  # queries of a program
+    BLOCK_N: tl.constexpr,  # keys at a time
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,  # of fp32 products
+):
+    head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_seqlens + sequence)
+    length = tl.load(cu_seqlens + sequence + 1) - start
+    if tile * BLOCK_M >= length:
+        return
+    columns = tl.arange(0, BLOCK_H)
+    wide = columns[None, :] < HEAD
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = queries < length
+    base = qkv + (start.to(tl.int64) * (3 * HEADS) + head) * HEAD + columns[None, :]
+    q = tl.load(base + queries[:, None] * (3 * HEADS * HEAD), mask=row[:, None] & wide, other=0.0)  # (M, H)
+    if DROPOUT:
+        a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    mixed = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    for first in range(0, length, BLOCK_N):
+        columns_n = first + tl.arange(0, BLOCK_N)
+        there = columns_n < length
+        k_at = base + HEADS * HEAD + columns_n[:, None] * (3 * HEADS * HEAD)
+        k = tl.load(k_at, mask=there[:, None] & wide, other=0.0)  # (N, H)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N)
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2_E))
+        weights = tl.exp2(scores * (scale * LOG2_E) - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        if DROPOUT:
+            weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), weights, 0.0)
+        v = tl.load(k_at + HEADS * HEAD, mask=there[:, None] & wide, other=0.0)  # (N, H)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
+        top = higher
+    mixed = mixed * (gain / total)[:, None]
+    out_at = out + ((start + queries).to(tl.int64)[:, None] * HEADS + head) * HEAD + columns[None, :]
+    tl.store(out_at, mixed.to(out.dtype.element_ty), mask=row[:, None] & wide)
+    tl.store(lse + head.to(tl.int64) * tokens + start + queries, top + tl.log2(total), mask=row)
+
+
+@triton.jit
+def _query_kernel(
+    qkv,  # (T, 3, N, H)
+    out,  # (T, N, H)
+    d_out,  # (T, N, H)
+    d_qkv,  # (T, 3, N, H)
+    cu_seqlens,  # (B + 1,) int32
+    keys,  # (T, 2) int32; not read without DROPOUT
+    lse,  # (N, T) fp32, as forward left it
+    delta,  # (N, T) fp32, left here: the sum of out * d_out over H
+    tokens,  # T
+    scale,  # 1 / sqrt(H)
+    site,
+    cut,
+    gain,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries of a program
+    BLOCK_N: tl.constexpr,  # keys at a time
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_seqlens + sequence)
+    length = tl.load(cu_seqlens + sequence + 1) - start
+    if tile * BLOCK_M >= length:
+        return
+    ROW: tl.constexpr = 3 * HEADS * HEAD
+    columns = tl.arange(0, BLOCK_H)
+    wide = columns[None, :] < HEAD
+    base = (start.to(tl.int64) * (3 * HEADS) + head) * HEAD + columns[None, :]
+    o_base = (start.to(tl.int64) * HEADS + head) * HEAD + columns[None, :]
+    stat = head.to(tl.int64) * tokens + start
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = queries < length
+    mask = row[:, None] & wide
+    q = tl.load(qkv + base + queries[:, None] * ROW, mask=mask, other=0.0)
+    do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
+    log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
+    o = tl.load(out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
+    mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta + stat + queries, mean, mask=row)
+    if DROPOUT:
+        a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
+    dq = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    for first in range(0, length, BLOCK_N):
+        columns_n = first + tl.arange(0, BLOCK_N)
+        kv_at = base + HEADS * HEAD + columns_n[:, None] * ROW
+        kv_mask = (columns_n < length)[:, None] & wide
+        # A column beyond the end gets weights of at most 1 that meet zeros in k and v: it adds nothing.
+        k = tl.load(qkv + kv_at, mask=kv_mask, other=0.0)  # (N, H)
+        v = tl.load(qkv + kv_at + HEADS * HEAD, mask=kv_mask, other=0.0)  # (N, H)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N)
+        weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
+        d_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (M, N), less the gain
+        if DROPOUT:
+            d_weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), d_weights, 0.0)
+        d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
+        dq = tl.dot(d_scores, k, dq, input_precision=PRECISION)
+    tl.store(d_qkv + base + queries[:, None] * ROW, (dq * scale).to(d_qkv.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _key_kernel(
+    qkv,  # (T, 3, N, H)
+    d_out,  # (T, N, H)
+    d_qkv,  # (T, 3, N, H)
+    cu_seqlens,  # (B + 1,) int32
+    keys,  # (T, 2) int32; not read without DROPOUT
+    lse,  # (N, T) fp32, as forward left it
+    delta,  # (N, T) fp32: the sum of out * d_out over H
+    tokens,  # T
+    scale,  # 1 / sqrt(H)
+    site,
+    cut,
+    gain,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries at a time
+    BLOCK_N: tl.constexpr,  # keys of a program
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_seqlens + sequence)
+    length = tl.load(cu_seqlens + sequence + 1) - start
+    if tile * BLOCK_N >= length:
+        return
+    ROW: tl.constexpr = 3 * HEADS * HEAD
+    columns = tl.arange(0, BLOCK_H)
+    wide = columns[None, :] < HEAD
+    base = (start.to(tl.int64) * (3 * HEADS) + head) * HEAD + columns[None, :]
+    o_base = (start.to(tl.int64) * HEADS + head) * HEAD + columns[None, :]
+    stat = head.to(tl.int64) * tokens + start
+    columns_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    kv_at = base + HEADS * HEAD + columns_n[:, None] * ROW
+    kv_mask = (columns_n < length)[:, None] & wide
+    k = tl.load(qkv + kv_at, mask=kv_mask, other=0.0)
+    v = tl.load(qkv + kv_at + HEADS * HEAD, mask=kv_mask, other=0.0)
+    dk = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
+    for begin in range(0, length, BLOCK_M):
+        queries = begin + tl.arange(0, BLOCK_M)
+        row = queries < length
+        q = tl.load(qkv + base + queries[:, None] * ROW, mask=row[:, None] & wide, other=0.0)
+        do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=row[:, None] & wide, other=0.0)
+        # A row beyond the end gets weights of 0.
+        log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
+        mean = tl.load(delta + stat + queries, mask=row, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N)
+        weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
+        d_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (M, N), less the gain
+        dropped = weights
+        if DROPOUT:
+            a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
+            stays = dropout.kept(a, b, tile * BLOCK_N, cut, BLOCK_N)
+            dropped = tl.where(stays, weights, 0.0)
+            d_weights = tl.where(stays, d_weights, 0.0)
+        dv = tl.dot(tl.trans(dropped.to(do.dtype)), do, dv, input_precision=PRECISION)
+        d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
+        dk = tl.dot(tl.trans(d_scores), q, dk, input_precision=PRECISION)
+    tl.store(d_qkv + kv_at, (dk * scale).to(d_qkv.dtype.element_ty), mask=kv_mask)
+    tl.store(d_qkv + kv_at + HEADS * HEAD, (dv * gain).to(d_qkv.dtype.element_ty), mask=kv_mask)
+
+
+class _Launch(NamedTuple):
+    """How a kernel runs: a pure function of shape and dtype."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    registers: int | None = None  # a thread's; fewer let two programs share a multiprocessor
+
+
+def _launches(size: int, dtype: torch.dtype) -> tuple[_Launch, _Launch, _Launch]:
+    """Of forward, the queries' pass and the keys' pass. Measured on an H100 (docs/lab.md)."""
+    if dtype == torch.float32:
+        return (_Launch(32, 32, 4, 1),) * 3
+    if size > 64:
+        return (_Launch(64, 64, 4, 2),) * 3
+    return _Launch(128, 64, 8, 3), _Launch(128, 64, 8, 3, 128), _Launch(64, 64, 4, 2, 168)
+
+
+def _constants(launch: _Launch, qkv: Tensor, dropout_p: float, keys: Tensor | None) -> dict[str, Any]:
+    _, _, heads, size = qkv.shape
+    return {
+        "HEADS": heads,
+        "HEAD": size,
+        "BLOCK_H": max(16, triton.next_power_of_2(size)),
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "DROPOUT": keys is not None and dropout_p > 0,
+        "PRECISION": "ieee",
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "maxnreg": launch.registers,
+    }
+
+
+def forward(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, keys: Tensor | None, site: int
+) -> tuple[Tensor, Tensor]:
+    """(out (T, N, H), lse (N, T) fp32) of contiguous ``qkv`` (T, 3, N, H)."""
+    tokens, _, heads, size = qkv.shape
+    out, lse = qkv.new_empty(tokens, heads, size), qkv.new_empty(heads, tokens, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    launch, *_ = _launches(size, qkv.dtype)
+    _forward_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, launch.block_m))](
+        qkv, cu_seqlens, keys, out, lse, tokens, 1 / math.sqrt(size), site,
+        *dropout.kernel_constants(keys, dropout_p), **_constants(launch, qkv, dropout_p, keys),
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    d_out: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    max_seqlen: int,
+    dropout_p: float,
+    keys: Tensor | None,
+    site: int,
+) -> Tensor:
+    """The gradient of ``qkv``, (T, 3, N, H), from that of out, (T, N, H) contiguous."""
+    tokens, _, heads, size = qkv.shape
+    d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
+    if d_qkv.numel() == 0:
+        return d_qkv
+    _, by_query, by_key = _launches(size, qkv.dtype)
+    numbers = (tokens, 1 / math.sqrt(size), site, *dropout.kernel_constants(keys, dropout_p))
+    _query_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_query.block_m))](
+        qkv, out, d_out, d_qkv, cu_seqlens, keys, lse, delta, *numbers, **_constants(by_query, qkv, dropout_p, keys)
+    )
+    _key_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_key.block_n))](
+        qkv, d_out, d_qkv, cu_seqlens, keys, lse, delta, *numbers, **_constants(by_key, qkv, dropout_p, keys)
+    )
+    return d_qkv

@@ -1,0 +1,138 @@
+"""Attention's Triton kernels against the reference: in the interpreter here, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernel_errors import assert_errs_at_most_twice
+from test_kernels_attention import cumulative, draw, keys_of
+from torch import Tensor
+
+from kernels import backend, dropout
+from kernels.attention import attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALVES = [torch.float16, torch.bfloat16]
+INTERPRETED = [torch.float16, torch.float32]  # the interpreter multiplies bf16 matrices as if they were integers
+
+
+class Run(NamedTuple):
+    out: Tensor
+    gradient: Tensor
+
+
+def run(choice: str, qkv: Tensor, towards: Tensor, lengths: list[int], p: float) -> Run:
+    qkv = qkv.to(DEVICE, copy=True).requires_grad_()
+    cu_seqlens, keys = cumulative(lengths).to(DEVICE), keys_of(lengths).to(DEVICE)
+    with backend.using(choice):
+        out = attention(qkv, cu_seqlens, max(lengths), dropout_p=p, keys=keys, site=3)
+    (gradient,) = torch.autograd.grad(out, qkv, towards.to(DEVICE))
+    return Run(out.detach(), gradient)
+
+
+def compare(lengths: list[int], heads: int, size: int, dtype: torch.dtype, p: float) -> None:
+    qkv = draw(lengths, heads, size, dtype)
+    towards = draw(lengths, heads, size)[:, 0].flip(0).to(dtype)
+    ours, same = (run(choice, qkv, towards, lengths, p) for choice in ("triton", "torch"))
+    exact = run("torch", qkv.double(), towards.double(), lengths, p)
+    for name in Run._fields:
+        assert_errs_at_most_twice(getattr(ours, name), getattr(same, name), getattr(exact, name), name)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize(
+    ("lengths", "size"),
+    [
+        ([1, 40], 64),
+        ([127, 16, 0, 65], 64),
+        ([5, 33], 20),
+        ([128, 64], 32),
+        ([129, 1], 64),
+        ([70, 3], 80),
+        ([40], 128),
+    ],
+    ids=str,
+)
+def test_it_errs_at_most_twice_as_much_as_pytorch(lengths: list[int], size: int, dtype: torch.dtype, p: float) -> None:
+    compare(lengths, 2, size, dtype, p)
+
+
+@pytest.mark.parametrize("length", [16, 200])
+def test_the_mask_is_the_references_forward_and_backward(length: int) -> None:
+    """V = identity shows the mask in the output; a gradient at the last query shows it in V's."""
+    size = min(length, 128)
+    qkv = torch.zeros(length, 3, 2, size, dtype=torch.float16)  # equal scores
+    qkv[:size, 2] = torch.eye(size, dtype=torch.float16)[:, None, :]
+    towards = torch.zeros(length, 2, size, dtype=torch.float16)
+    towards[-1] = 1
+    out, gradient = run("triton", qkv, towards, [length], 0.5)
+    keys = keys_of([length])
+    for head in range(2):
+        mask = dropout.keep(keys, 3 + head * dropout.HEAD, length, 0.5)
+        assert torch.equal(out[:, head].cpu() != 0, mask[:, :size])
+        assert torch.equal(gradient[:, 2, head, 0].cpu() != 0, mask[-1])
+
+
+def test_large_scores_stay_finite() -> None:
+    for lengths in ([30, 1], [150]):
+        qkv = draw(lengths, 2, 64, torch.float16) * 100
+        out, gradient = run("triton", qkv, qkv[:, 0], lengths, 0.1)
+        assert out.isfinite().all() and gradient.isfinite().all()
+
+
+def test_strided_and_empty_inputs() -> None:
+    wide = torch.randn(9, 3, 2, 64)
+    lengths = [6, 3]
+    ours, theirs = (run(choice, wide[..., ::2], wide[:, 0, :, ::2], lengths, 0.0) for choice in ("triton", "torch"))
+    torch.testing.assert_close(ours.out, theirs.out)
+    torch.testing.assert_close(ours.gradient, theirs.gradient)
+    for dtype in (torch.float16, torch.float32):
+        empty = run("triton", torch.zeros(0, 3, 2, 16, dtype=dtype), torch.zeros(0, 2, 16, dtype=dtype), [0, 0], 0.1)
+        assert empty.gradient.shape == (0, 3, 2, 16)
+
+
+def test_a_head_that_is_too_wide_is_refused() -> None:
+    with pytest.raises(ValueError, match="192 wide; the kernels take up to 128"):
+        run("triton", torch.zeros(4, 3, 1, 192), torch.zeros(4, 1, 192), [4], 0.0)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1, 9], [15, 16, 17], [64, 65, 63, 128, 127] * 3, [129], [512, 1, 300, 257, 384], [1000, 2, 3]],
+    ids=lambda lengths: f"{len(lengths)} of {max(lengths)}",
+)
+def test_every_shape_on_a_gpu(lengths: list[int], size: int, dtype: torch.dtype) -> None:
+    compare(lengths, 12, size, dtype, 0.1)
+
+
+@gpu
+@needs_gpu
+def test_a_long_sequence_on_a_gpu() -> None:
+    compare([8192, 5], 1, 64, torch.float16, 0.1)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("longest", [128, 512])
+def test_repeated_runs_are_bit_identical_and_leave_nothing_unwritten(longest: int) -> None:
+    lengths = torch.randint(1, longest + 1, (48,)).tolist()
+    qkv = draw(lengths, 16, 64, torch.float16)
+    first = run("triton", qkv, qkv[:, 0], lengths, 0.1)
+    for _ in range(200):
+        torch.full((qkv.numel() * 4,), torch.nan, device=DEVICE)  # what the next allocations reuse
+        again = run("triton", qkv, qkv[:, 0], lengths, 0.1)
+        assert torch.equal(first.out, again.out) and torch.equal(first.gradient, again.gradient)
+    assert first.out.isfinite().all() and first.gradient.isfinite().all()
