@@ -23,7 +23,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _forward_block(
+def _attention_forward_block(
     start,  # the sequence's first row
     length,  # and how many it has
     qkv,  # (T, 3, N, H)
@@ -63,7 +63,7 @@ def _forward_block(
 
 
 @triton.jit
-def _forward_kernel(
+def _attention_block_forward_kernel(
     cu_seqlens,  # (B + 1,) int32
     qkv,
     keys,
@@ -84,17 +84,17 @@ def _forward_kernel(
     start = tl.load(cu_seqlens + tl.program_id(1))
     length = tl.load(cu_seqlens + tl.program_id(1) + 1) - start
     if length <= SHORT:
-        _forward_block(
+        _attention_forward_block(
             start, length, qkv, keys, out, lse, tokens, scale, site, cut, gain, HEADS, HEAD, BLOCK_H, SHORT, DROPOUT
         )
     else:
-        _forward_block(
+        _attention_forward_block(
             start, length, qkv, keys, out, lse, tokens, scale, site, cut, gain, HEADS, HEAD, BLOCK_H, BLOCK, DROPOUT
         )
 
 
 @triton.jit
-def _backward_block(
+def _attention_backward_block(
     start,
     length,
     qkv,  # (T, 3, N, H)
@@ -151,7 +151,7 @@ def _backward_block(
 
 
 @triton.jit
-def _backward_kernel(
+def _attention_block_backward_kernel(
     cu_seqlens,  # (B + 1,) int32
     qkv,
     d_out,
@@ -175,12 +175,12 @@ def _backward_kernel(
     start = tl.load(cu_seqlens + tl.program_id(1))
     length = tl.load(cu_seqlens + tl.program_id(1) + 1) - start
     if length <= SHORT:
-        _backward_block(
+        _attention_backward_block(
             start, length, qkv, d_out, d_qkv, keys, lse, tokens, scale, site, cut, gain,
             HEADS, HEAD, BLOCK_H, SHORT, PER, DROPOUT, STAGES,
         )  # fmt: skip
     else:
-        _backward_block(
+        _attention_backward_block(
             start, length, qkv, d_out, d_qkv, keys, lse, tokens, scale, site, cut, gain,
             HEADS, HEAD, BLOCK_H, BLOCK, PER, DROPOUT, STAGES,
         )  # fmt: skip
@@ -201,7 +201,7 @@ def forward(
         return out, lse
     cut, gain = dropout.kernel_constants(keys, dropout_p)
     shape = _shape(max_seqlen, size)
-    _forward_kernel[(heads, cu_seqlens.numel() - 1)](
+    _attention_block_forward_kernel[(heads, cu_seqlens.numel() - 1)](
         cu_seqlens, qkv, keys, out, lse, tokens, 1 / math.sqrt(size), site, cut, gain,
         HEADS=heads, HEAD=size, DROPOUT=keys is not None and dropout_p > 0, **shape, num_stages=1,
     )  # fmt: skip
@@ -225,7 +225,7 @@ def backward(
         return d_qkv
     cut, gain = dropout.kernel_constants(keys, dropout_p)
     per = next(n for n in (4, 3, 2, 1) if heads % n == 0)
-    _backward_kernel[(heads // per, cu_seqlens.numel() - 1)](
+    _attention_block_backward_kernel[(heads // per, cu_seqlens.numel() - 1)](
         cu_seqlens, qkv, d_out, d_qkv, keys, lse, tokens, 1 / math.sqrt(size), site, cut, gain,
         HEADS=heads, HEAD=size, PER=per, STAGES=2, DROPOUT=keys is not None and dropout_p > 0,
         **_shape(max_seqlen, size), num_stages=2,

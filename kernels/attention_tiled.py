@@ -24,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _forward_kernel(
+def _attention_tiled_forward_kernel(
     qkv,  # (T, 3, N, H)
     cu_seqlens,  # (B + 1,) int32
     keys,  # (T, 2) int32; not read without DROPOUT
@@ -82,7 +82,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _query_kernel(
+def _attention_tiled_query_kernel(
     qkv,  # (T, 3, N, H)
     out,  # (T, N, H)
     d_out,  # (T, N, H)
@@ -145,7 +145,7 @@ def _query_kernel(
 
 
 @triton.jit
-def _key_kernel(
+def _attention_tiled_key_kernel(
     qkv,  # (T, 3, N, H)
     d_out,  # (T, N, H)
     d_qkv,  # (T, 3, N, H)
@@ -252,7 +252,7 @@ def forward(
     if out.numel() == 0:
         return out, lse
     launch, *_ = _launches(size, qkv.dtype)
-    _forward_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, launch.block_m))](
+    _attention_tiled_forward_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, launch.block_m))](
         qkv, cu_seqlens, keys, out, lse, tokens, 1 / math.sqrt(size), site,
         *dropout.kernel_constants(keys, dropout_p), **_constants(launch, qkv, dropout_p, keys),
     )  # fmt: skip
@@ -277,10 +277,10 @@ def backward(
         return d_qkv
     _, by_query, by_key = _launches(size, qkv.dtype)
     numbers = (tokens, 1 / math.sqrt(size), site, *dropout.kernel_constants(keys, dropout_p))
-    _query_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_query.block_m))](
+    _attention_tiled_query_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_query.block_m))](
         qkv, out, d_out, d_qkv, cu_seqlens, keys, lse, delta, *numbers, **_constants(by_query, qkv, dropout_p, keys)
     )
-    _key_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_key.block_n))](
+    _attention_tiled_key_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_key.block_n))](
         qkv, d_out, d_qkv, cu_seqlens, keys, lse, delta, *numbers, **_constants(by_key, qkv, dropout_p, keys)
     )
     return d_qkv

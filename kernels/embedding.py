@@ -1,26 +1,35 @@
 """BERT's input: the sum of three table rows a token, LayerNorm, dropout.
 
     sum[t] = token_table[tokens[t]] + segment_table[segments[t]] + position_table[positions[t]]
-    out = dropout(LayerNorm(sum))
-(Devlin et al., "BERT", 2019, figure 2.)
+    out = dropout(LayerNorm(sum))      (Devlin et al., "BERT", 2019, figure 2.)
 
-Kept for backward by the reference: the three index rows, the sum, its mean and 1 / standard deviation a
-row, and the dropout multiplier. The sum and the statistics are fp32.
+Kept for backward by the kernels: the three index rows, and each row's mean and 1 / standard deviation in fp32; the
+sum and the dropout mask are made again. The gradient of the sum is rounded to the dtype of the tables, as PyTorch
+does. The tables' gradients are one reduction without atomics: all indices, numbered through the tables, are sorted
+once (stably), and each run of equal ones is added in fp32, a chunk of the sorted order a program. Where a run
+leaves its chunk ([SEP] and segments have thousands), a second kernel adds the parts. The order of every sum
+depends on the indices alone. So a result errs by roundings of its dtype, at most twice as much as PyTorch's.
+By the reference: the index rows, the sum, its mean and 1 / standard deviation a row, and the dropout multiplier.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import dropout
-from kernels.layer_norm import layer_norm_reference
+from kernels.backend import fused, tl, triton
+from kernels.layer_norm import Launch, Mask, add_partials, check_keys, gradient_of_z, layer_norm_reference, normalised
+
+_Tensors = tuple[Tensor, ...]  # three: of tokens, segments and positions
 
 
 def embed_reference(
-    indices: tuple[Tensor, Tensor, Tensor],  # (T,) int64 each: tokens, segments, positions
-    tables: tuple[Tensor, Tensor, Tensor],  # (rows, D) each, in the same order
+    indices: _Tensors,  # (T,) int64 each: tokens, segments, positions
+    tables: _Tensors,  # (rows, D) each, in the same order
     weight: Tensor,  # (D,)
     bias: Tensor,  # (D,)
     eps: float,
@@ -29,6 +38,278 @@ def embed_reference(
     wide = torch.promote_types(weight.dtype, torch.float32)
     token, segment, position = (F.embedding(i, t).to(wide) for i, t in zip(indices, tables, strict=True))
     return layer_norm_reference(token + segment + position, weight, bias, eps)
+
+
+@triton.jit
+def _table_rows(
+    indices,  # (T,) int64
+    table,  # (COUNT, D)
+    count,  # rows of the table
+    rows,  # (M,)
+    there,  # (M,)
+    columns,  # (1, BLOCK)
+    WIDTH: tl.constexpr,
+):
+    """(M, BLOCK) fp32; NaN for an index that has no row: it must not read what is beside the table."""
+    index = tl.load(indices + rows, mask=there, other=0)
+    has = (index >= 0) & (index < count)
+    mask = (there & has)[:, None] & (columns < WIDTH)
+    values = tl.load(table + index[:, None] * WIDTH + columns, mask=mask, other=0.0)
+    return tl.where(has[:, None], values.to(tl.float32), float("nan"))
+
+
+@triton.jit
+def _embedding_forward_kernel(
+    tokens,  # (T,) int64
+    segments,  # (T,) int64
+    positions,  # (T,) int64
+    token_table,  # (V, D)
+    segment_table,  # (rows, D)
+    position_table,  # (rows, D)
+    weight,  # (D,)
+    bias,  # (D,)
+    keys,  # (T, 2) int32 or None: no dropout
+    out,  # (T, D)
+    statistics,  # (2, T) fp32: means, 1 / standard deviations
+    count,  # T
+    token_count,  # rows of each table
+    segment_count,
+    position_count,
+    eps,
+    site,  # this dropout's
+    cut,  # what drops: see dropout.kept
+    gain,  # 1 / (1 - p)
+    WIDTH: tl.constexpr,  # D
+    BLOCK: tl.constexpr,  # D, rounded up to a power of two
+    ROWS: tl.constexpr,  # rows of a program
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < WIDTH
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < count
+    z = _table_rows(tokens, token_table, token_count, rows, there, columns, WIDTH)  # (ROWS, BLOCK)
+    z += _table_rows(segments, segment_table, segment_count, rows, there, columns, WIDTH)
+    z += _table_rows(positions, position_table, position_count, rows, there, columns, WIDTH)
+    z = tl.where(inside, z, 0.0)
+    unit, mean, rstd = normalised(z, inside, eps, WIDTH)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    y = unit * w + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if keys is not None:
+        first, second = dropout.row_keys(keys, rows, there, site)
+        y = tl.where(dropout.kept(first, second, 0, cut, BLOCK), y * gain, 0.0)
+    at = rows.to(tl.int64)[:, None] * WIDTH + columns
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=there[:, None] & inside)
+    tl.store(statistics + rows, mean, mask=there)
+    tl.store(statistics + count + rows, rstd, mask=there)
+
+
+@triton.jit
+def _embedding_backward_kernel(
+    d_out,  # (T, D)
+    tokens,  # (T,) int64
+    segments,  # (T,) int64
+    positions,  # (T,) int64
+    token_table,  # (V, D)
+    segment_table,  # (rows, D)
+    position_table,  # (rows, D)
+    weight,  # (D,)
+    keys,  # (T, 2) int32 or None: no dropout
+    statistics,  # (2, T) fp32, as forward left them
+    d_sum,  # (T, D): the gradient of the sum of three rows
+    partials,  # (2, programs, D) fp32: the gradients of weight and bias
+    count,  # T
+    token_count,
+    segment_count,
+    position_count,
+    site,
+    cut,
+    gain,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # rows at a time
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < WIDTH
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    d_weight = tl.zeros((1, BLOCK), tl.float32)
+    d_bias = tl.zeros((1, BLOCK), tl.float32)
+    for begin in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        there = rows < count
+        at = rows.to(tl.int64)[:, None] * WIDTH + columns
+        mask = there[:, None] & inside
+        z = _table_rows(tokens, token_table, token_count, rows, there, columns, WIDTH)  # (ROWS, BLOCK)
+        z += _table_rows(segments, segment_table, segment_count, rows, there, columns, WIDTH)
+        z += _table_rows(positions, position_table, position_count, rows, there, columns, WIDTH)
+        mean = tl.load(statistics + rows, mask=there, other=0.0)
+        rstd = tl.load(statistics + count + rows, mask=there, other=0.0)
+        unit = tl.where(inside, (z - mean[:, None]) * rstd[:, None], 0.0)
+        do = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)
+        if keys is not None:
+            first, second = dropout.row_keys(keys, rows, there, site)
+            do = tl.where(dropout.kept(first, second, 0, cut, BLOCK), do * gain, 0.0)
+        dz = gradient_of_z(do, unit, w, rstd, WIDTH)
+        tl.store(d_sum + at, dz.to(d_sum.dtype.element_ty), mask=mask)
+        d_weight += tl.sum(do * unit, 0)[None, :]
+        d_bias += tl.sum(do, 0)[None, :]
+    at = partials + tl.program_id(0) * WIDTH + columns
+    tl.store(at, d_weight, mask=inside)
+    tl.store(at + tl.num_programs(0) * WIDTH, d_bias, mask=inside)
+
+
+@triton.jit
+def _embedding_runs_kernel(
+    d_sum,  # (T, D)
+    sorted_rows,  # (E,) int32: rows of all tables in one count, E = 3T
+    order,  # (E,) int64: where each of them stood before the sort
+    grads,  # (R, D), zeros: the gradients of all tables
+    ends,  # (2, ceil(E / CHUNK), D) fp32: the part of a run from the chunk before; that which goes on in the next
+    count,  # T
+    row_count,  # R
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of a program
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    start = chunk * CHUNK
+    stop = tl.minimum(start + CHUNK, 3 * count)
+    row = tl.load(sorted_rows + start)
+    begun = tl.load(sorted_rows + start - 1, mask=start > 0, other=-1) != row  # here, not in a chunk before
+    token = tl.load(order + start).to(tl.int32) % count
+    values = tl.load(d_sum + token.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    lost = tl.zeros((BLOCK,), tl.float32)  # by rounding: Kahan's sum, for one by one is the worst order
+    for entry in range(start, stop):
+        added = values.to(tl.float32) - lost
+        larger = total + added
+        lost = (larger - total) - added
+        total = larger
+        # The next values are asked for before these are dealt with.
+        token = tl.load(order + entry + 1, mask=entry + 1 < stop, other=0).to(tl.int32) % count
+        values = tl.load(d_sum + token.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+        after = tl.load(sorted_rows + entry + 1, mask=entry + 1 < 3 * count, other=-1)
+        done = after != row
+        if done & begun & (row >= 0) & (row < row_count):
+            at = row.to(tl.int64) * WIDTH + columns
+            tl.store(grads + at, total.to(grads.dtype.element_ty), mask=inside)
+        elif done | (entry + 1 == stop):
+            at = (begun.to(tl.int64) * tl.num_programs(0) + chunk) * WIDTH + columns
+            tl.store(ends + at, total, mask=inside)
+        total, lost = tl.where(done, 0.0, total), tl.where(done, 0.0, lost)
+        begun = begun | done
+        row = after
+
+
+@triton.jit
+def _embedding_long_runs_kernel(
+    sorted_rows,  # (E,) int32
+    ends,  # (2, ceil(E / CHUNK), D) fp32, as _embedding_runs_kernel left them
+    grads,  # (R, D)
+    count,  # T
+    row_count,  # R
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of a program
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,  # chunks at a time
+):
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    row = tl.load(sorted_rows + (chunk + 1) * CHUNK, mask=chunk + 1 < chunks, other=-1)
+    last = tl.load(sorted_rows + (chunk + 1) * CHUNK - 1, mask=chunk + 1 < chunks, other=-1)
+    before = tl.load(sorted_rows + chunk * CHUNK - 1, mask=chunk > 0, other=-1)
+    # A program for each run that begins in this chunk and goes on in the next.
+    if (row == last) & (row != before) & (row >= 0) & (row < row_count):
+        total = tl.load(ends + (chunks + chunk).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+        parts = chunk + 1 + tl.arange(0, PARTS)
+        same = tl.load(sorted_rows + parts * CHUNK, mask=parts < chunks, other=-1) == row
+        while tl.max(same.to(tl.int32), 0) > 0:
+            at = parts.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+            total += tl.sum(tl.load(ends + at, mask=same[:, None] & inside[None, :], other=0.0), 0)
+            parts += PARTS
+            same = tl.load(sorted_rows + parts * CHUNK, mask=parts < chunks, other=-1) == row
+        tl.store(grads + row.to(tl.int64) * WIDTH + columns, total.to(grads.dtype.element_ty), mask=inside)
+
+
+def _forward(
+    indices: _Tensors, tables: _Tensors, norm: _Tensors, eps: float, keys: Tensor | None, mask: Mask
+) -> tuple[Tensor, Tensor]:
+    """(out (T, D), statistics (2, T) fp32)."""
+    count, width = indices[0].numel(), norm[0].numel()
+    out, statistics = norm[0].new_empty(count, width), norm[0].new_empty(2, count, dtype=torch.float32)
+    if out.numel():
+        launch = Launch.of(width)
+        _embedding_forward_kernel[(triton.cdiv(count, launch.rows),)](
+            *indices, *tables, *norm, keys, out, statistics, count, *(t.shape[0] for t in tables), eps, *mask,
+            WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
+        )  # fmt: skip
+    return out, statistics
+
+
+def _backward(
+    d_out: Tensor, indices: _Tensors, tables: _Tensors, rest: tuple[Any, ...], mask: Mask
+) -> tuple[Tensor, ...]:
+    """The gradients of the sum (T, D), of weight and of bias."""
+    weight, keys, statistics = rest
+    count, width = d_out.shape
+    d_sum = torch.empty_like(d_out)
+    if not d_out.numel():
+        return d_sum, torch.zeros_like(weight), torch.zeros_like(weight)
+    launch = Launch.of(width)
+    programs = launch.programs(count, d_out.device)
+    partials = d_out.new_empty(2, programs, width, dtype=torch.float32)
+    _embedding_backward_kernel[(programs,)](
+        d_out, *indices, *tables, weight, keys, statistics, d_sum, partials, count,
+        *(t.shape[0] for t in tables), *mask,
+        WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
+    )  # fmt: skip
+    return d_sum, *add_partials(partials, weight.dtype).unbind()
+
+
+def table_gradients(d_sum: Tensor, indices: _Tensors, rows: tuple[int, ...], chunk: int = 128) -> tuple[Tensor, ...]:
+    """The gradients of the three tables, (rows, D) each: for every row the sum of its tokens' ``d_sum`` (T, D).
+
+    A program adds ``chunk`` rows of ``d_sum``, in the order of the sorted indices.
+    """
+    count, width = d_sum.shape
+    grads = d_sum.new_zeros(sum(rows), width)
+    if d_sum.numel():
+        tokens, segments, positions = indices
+        numbered = torch.cat([tokens, segments + rows[0], positions + (rows[0] + rows[1])]).to(torch.int32)
+        sorted_rows, order = numbered.sort(stable=True)  # (3T,)
+        block = min(1024, max(16, triton.next_power_of_2(width)))
+        grid = triton.cdiv(3 * count, chunk), triton.cdiv(width, block)
+        ends = d_sum.new_empty(2, grid[0], width, dtype=torch.float32)
+        sizes = {"WIDTH": width, "CHUNK": chunk}
+        _embedding_runs_kernel[grid](d_sum, sorted_rows, order, grads, ends, count, sum(rows), BLOCK=block, **sizes)
+        grid = grid[0], triton.cdiv(width, 128)
+        _embedding_long_runs_kernel[grid](sorted_rows, ends, grads, count, sum(rows), BLOCK=128, PARTS=32, **sizes)
+    return tuple(grads.split(rows))
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """``arguments`` are those of ``embed``, in its order."""
+        *given, eps, dropout_p, keys, site = arguments
+        tensors = tuple(t.contiguous() for t in given)
+        keys = None if keys is None or dropout_p == 0 else keys.contiguous()
+        ctx.mask = site, *dropout.kernel_constants(keys, dropout_p)
+        indices, tables, (weight, bias) = tensors[:3], tensors[3:6], tensors[6:]
+        out, statistics = _forward(indices, tables, (weight, bias), eps, keys, ctx.mask)
+        ctx.save_for_backward(*indices, *tables, weight, keys, statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        indices, tables, rest = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6:]
+        d_sum, d_weight, d_bias = _backward(d_out.contiguous(), indices, tables, rest, ctx.mask)
+        d_tables: tuple[Tensor | None, ...] = (None, None, None)
+        if any(ctx.needs_input_grad[3:6]):
+            d_tables = table_gradients(d_sum, indices, tuple(t.shape[0] for t in tables))
+        return None, None, None, *d_tables, d_weight, d_bias, None, None, None, None
 
 
 def embed(
@@ -50,8 +331,8 @@ def embed(
 
     ``tokens``, ``segments``, ``positions`` are (T,) int64, the tables (rows, D), ``weight`` and ``bias`` of
     the LayerNorm (D,); ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation; ``site``
-    names this dropout. Raises ValueError if shapes or dtypes do not fit, IndexError (on CPUs) if an
-    index has no row.
+    names this dropout. Raises ValueError if shapes or dtypes do not fit. If an index has no row, the
+    reference raises IndexError, and the kernels give NaN.
     """
     indices, tables = (tokens, segments, positions), (token_table, segment_table, position_table)
     if tokens.dim() != 1 or any(i.shape != tokens.shape or i.dtype != torch.int64 for i in indices):
@@ -61,4 +342,8 @@ def embed(
     if any(t.dim() != 2 or t.shape[1] != weight.numel() or t.dtype != weight.dtype for t in rows):
         seen = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in rows)
         raise ValueError(f"tables, weight and bias are {seen}; they must be of one width and dtype")
+    check_keys(keys, tokens.numel())
+    if fused(weight):
+        out: Tensor = _Embed.apply(*indices, *tables, weight, bias, eps, dropout_p, keys, site)
+        return out
     return dropout.apply(embed_reference(indices, tables, weight, bias, eps), keys, site, dropout_p)

@@ -4,17 +4,27 @@
     out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias       over the last dimension
 (Ba, Kiros and Hinton, "Layer normalization", 2016, equations 3 and 4; var is the biased one.)
 
-All tensors are (T, D), ``weight`` and ``bias`` (D,). Kept for backward by the reference: z, its mean and
-1 / standard deviation a row, and the dropout multiplier. The sum and the statistics are fp32.
+All tensors are (T, D), ``weight`` and ``bias`` (D,). The sum and the statistics are fp32.
+
+Kept for backward by the kernels: x, residual, and each row's mean and 1 / standard deviation in fp32; z and the
+dropout mask are made again. That moves as many bytes as keeping z (3 tensors forward, 5 backward), and z is never
+rounded. The gradients of weight and bias are fp32 partial sums a program, added in fixed order by a second
+kernel. So every result errs by the rounding of its own dtype, and at most twice as much as PyTorch's.
+By the reference: z, its mean and 1 / standard deviation a row, and the dropout multiplier.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import dropout
+from kernels.backend import fused, tl, triton
+
+Mask = tuple[int, int, float]  # site, cut and gain of a dropout, as the kernels take them
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -24,10 +34,259 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
     return out.to(weight.dtype)
 
 
+def dropout_add_layer_norm_reference(
+    x: Tensor,  # (T, D)
+    residual: Tensor | None,  # (T, D)
+    weight: Tensor,  # (D,)
+    bias: Tensor,  # (D,)
+    eps: float,
+    dropout_p: float,
+    keys: Tensor | None,  # (T, 2) int32
+    site: int,
+) -> Tensor:  # (T, D)
+    """LayerNorm(residual + dropout(x)), the sum in fp32."""
+    z = dropout.apply(x.to(torch.promote_types(x.dtype, torch.float32)), keys, site, dropout_p)
+    return layer_norm_reference(z if residual is None else residual + z, weight, bias, eps)
+
+
+@triton.jit
+def normalised(
+    z,  # (M, BLOCK) fp32
+    inside,  # (1, BLOCK): the first WIDTH columns
+    eps,
+    WIDTH: tl.constexpr,
+):
+    """(z without its mean and divided by its standard deviation, 0 beyond WIDTH; mean; 1 / deviation)."""
+    mean = tl.sum(z, 1) / WIDTH
+    centred = tl.where(inside, z - mean[:, None], 0.0)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 1) / WIDTH + eps))  # rounded, unlike rsqrt
+    return centred * rstd[:, None], mean, rstd
+
+
+@triton.jit
+def gradient_of_z(
+    d_out,  # (M, BLOCK) fp32, 0 beyond WIDTH
+    unit,  # (M, BLOCK) fp32: z normalised, 0 beyond WIDTH
+    w,  # (1, BLOCK) fp32: weight
+    rstd,  # (M,) fp32
+    WIDTH: tl.constexpr,
+):
+    """(M, BLOCK) fp32."""
+    d_unit = d_out * w
+    along = tl.sum(d_unit * unit, 1) / WIDTH
+    mean = tl.sum(d_unit, 1) / WIDTH
+    return (d_unit - unit * along[:, None] - mean[:, None]) * rstd[:, None]
+
+
+@triton.jit
+def _layer_norm_forward_kernel(
+    x,  # (T, D)
+    residual,  # (T, D) or None
+    weight,  # (D,)
+    bias,  # (D,)
+    keys,  # (T, 2) int32 or None: no dropout
+    out,  # (T, D)
+    statistics,  # (2, T) fp32: means, 1 / standard deviations
+    tokens,  # T
+    eps,
+    site,  # this dropout's
+    cut,  # what drops: see dropout.kept
+    gain,  # 1 / (1 - p)
+    WIDTH: tl.constexpr,  # D
+    BLOCK: tl.constexpr,  # D, rounded up to a power of two
+    ROWS: tl.constexpr,  # rows of a program
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < WIDTH
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < tokens
+    at = rows.to(tl.int64)[:, None] * WIDTH + columns
+    mask = there[:, None] & inside
+    z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
+    if keys is not None:
+        first, second = dropout.row_keys(keys, rows, there, site)
+        z = tl.where(dropout.kept(first, second, 0, cut, BLOCK), z * gain, 0.0)
+    if residual is not None:
+        z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    unit, mean, rstd = normalised(z, inside, eps, WIDTH)
+    tl.store(out + at, (unit * w + b).to(out.dtype.element_ty), mask=mask)
+    tl.store(statistics + rows, mean, mask=there)
+    tl.store(statistics + tokens + rows, rstd, mask=there)
+
+
+@triton.jit
+def _layer_norm_backward_kernel(
+    d_out,  # (T, D)
+    x,  # (T, D)
+    residual,  # (T, D) or None
+    weight,  # (D,)
+    keys,  # (T, 2) int32 or None: no dropout
+    statistics,  # (2, T) fp32: means, 1 / standard deviations
+    d_x,  # (T, D), or None: nobody needs it, or it is d_residual
+    d_residual,  # (T, D) or None
+    partials,  # (2, programs, D) fp32, or None: the gradients of weight and bias
+    tokens,  # T
+    site,
+    cut,
+    gain,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # rows at a time
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < WIDTH
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    d_weight = tl.zeros((1, BLOCK), tl.float32)
+    d_bias = tl.zeros((1, BLOCK), tl.float32)
+    for begin in range(tl.program_id(0) * ROWS, tokens, tl.num_programs(0) * ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        there = rows < tokens
+        at = rows.to(tl.int64)[:, None] * WIDTH + columns
+        mask = there[:, None] & inside
+        z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
+        do = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(statistics + rows, mask=there, other=0.0)
+        rstd = tl.load(statistics + tokens + rows, mask=there, other=0.0)
+        if keys is not None:
+            first, second = dropout.row_keys(keys, rows, there, site)
+            stays = dropout.kept(first, second, 0, cut, BLOCK)
+            z = tl.where(stays, z * gain, 0.0)
+        if residual is not None:
+            z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        unit = tl.where(inside, (z - mean[:, None]) * rstd[:, None], 0.0)
+        dz = gradient_of_z(do, unit, w, rstd, WIDTH)
+        if d_residual is not None:
+            tl.store(d_residual + at, dz.to(d_residual.dtype.element_ty), mask=mask)
+        if d_x is not None:
+            if keys is not None:
+                dz = tl.where(stays, dz * gain, 0.0)
+            tl.store(d_x + at, dz.to(d_x.dtype.element_ty), mask=mask)
+        if partials is not None:
+            d_weight += tl.sum(do * unit, 0)[None, :]
+            d_bias += tl.sum(do, 0)[None, :]
+    if partials is not None:
+        at = partials + tl.program_id(0) * WIDTH + columns
+        tl.store(at, d_weight, mask=inside)
+        tl.store(at + tl.num_programs(0) * WIDTH, d_bias, mask=inside)
+
+
+@triton.jit
+def _layer_norm_add_kernel(
+    partials,  # (G, N, D) fp32
+    sums,  # (G, D)
+    count,  # N
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in range(0, count, ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        at = (group * count + rows).to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        total += tl.load(partials + at, mask=(rows < count)[:, None] & inside[None, :], other=0.0)
+    tl.store(sums + group * WIDTH + columns, tl.sum(total, 0).to(sums.dtype.element_ty), mask=inside)
+
+
+class Launch(NamedTuple):
+    """How a kernel over rows runs: a pure function of the width."""
+
+    block: int  # columns, a power of two
+    rows: int  # at a time
+    warps: int
+
+    @classmethod
+    def of(cls, width: int) -> Launch:
+        """All warps share a row, 8 columns a thread, which is 16 bytes: sums over rows then stay in a thread."""
+        block = max(16, triton.next_power_of_2(width))
+        return cls(block, 2 if block <= 1024 else 1, max(1, min(32, block // 256)))
+
+    def programs(self, tokens: int, device: torch.device) -> int:
+        """Of a backward pass: as many as run at once, each over many rows, for every one leaves partial sums."""
+        cuda = device.type == "cuda"
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+        return min(-(-tokens // self.rows), processors * max(1, 16 // self.warps))
+
+
+def add_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """(G, N, D) fp32 -> (G, D) in ``dtype``: the sums over N, in an order that depends on the shape alone."""
+    groups, count, width = partials.shape
+    sums = partials.new_empty(groups, width, dtype=dtype)
+    _layer_norm_add_kernel[(triton.cdiv(width, 32), groups)](
+        partials, sums, count, WIDTH=width, ROWS=64, BLOCK=32, num_warps=8
+    )
+    return sums
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keys: Tensor | None, mask: Mask
+) -> tuple[Tensor, Tensor]:
+    """(out (T, D), statistics (2, T) fp32)."""
+    tokens, width = x.shape
+    out, statistics = torch.empty_like(x), x.new_empty(2, tokens, dtype=torch.float32)
+    if out.numel():
+        launch = Launch.of(width)
+        _layer_norm_forward_kernel[(triton.cdiv(tokens, launch.rows),)](
+            x, residual, weight, bias, keys, out, statistics, tokens, eps, *mask,
+            WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
+        )  # fmt: skip
+    return out, statistics
+
+
+def _backward(d_out: Tensor, saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, residual, weight and bias, None where it saves something and is not ``needed``."""
+    x, residual, weight, keys, statistics = saved
+    tokens, width = x.shape
+    if not x.numel():  # then any (0, D) is a gradient of x, and of the residual
+        return x, residual, torch.zeros_like(weight), torch.zeros_like(weight)
+    launch = Launch.of(width)
+    programs = launch.programs(tokens, x.device)
+    d_x = torch.empty_like(x) if needed[0] else None
+    one = keys is None and d_x is not None  # without dropout x and residual have one gradient
+    d_residual = torch.empty_like(x) if needed[1] and not one else None  # not needed where there is none
+    partials = x.new_empty(2, programs, width, dtype=torch.float32) if needed[2] or needed[3] else None
+    _layer_norm_backward_kernel[(programs,)](
+        d_out, x, residual, weight, keys, statistics, d_x, d_residual, partials, tokens, *mask,
+        WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
+    )  # fmt: skip
+    d_weight, d_bias = (None, None) if partials is None else add_partials(partials, x.dtype).unbind()
+    return d_x, d_x if one and needed[1] else d_residual, d_weight, d_bias
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        dropout_p: float,
+        keys: Tensor | None,
+        site: int,
+    ) -> Tensor:
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        weight, bias = weight.contiguous(), bias.contiguous()
+        keys = None if keys is None or dropout_p == 0 else keys.contiguous()
+        ctx.mask = site, *dropout.kernel_constants(keys, dropout_p)
+        out, statistics = _forward(x, residual, weight, bias, eps, keys, ctx.mask)
+        ctx.save_for_backward(x, residual, weight, keys, statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _backward(d_out.contiguous(), ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
+        return *grads, None, None, None, None
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm of ``x`` (T, D), in its dtype. Raises ValueError if shapes or dtypes do not fit."""
-    _check(x, None, weight, bias)
-    return layer_norm_reference(x, weight, bias, eps)
+    return dropout_add_layer_norm(x, None, weight, bias, eps)
 
 
 def dropout_add_layer_norm(
@@ -46,12 +305,15 @@ def dropout_add_layer_norm(
     ``residual`` None counts as zeros; ``keys`` (T, 2) int32 are the tokens' dropout keys, None for
     evaluation; ``site`` names this dropout. Raises ValueError if shapes or dtypes do not fit.
     """
-    _check(x, residual, weight, bias)
-    z = dropout.apply(x.to(torch.promote_types(x.dtype, torch.float32)), keys, site, dropout_p)
-    return layer_norm_reference(z if residual is None else residual + z, weight, bias, eps)
+    _check(x, residual, weight, bias, keys)
+    arguments = x, residual, weight, bias, eps, dropout_p, keys, site
+    if fused(x):
+        out: Tensor = _LayerNorm.apply(*arguments)
+        return out
+    return dropout_add_layer_norm_reference(*arguments)
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> None:
+def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, keys: Tensor | None) -> None:
     shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {tuple(bias.shape)}"
     if x.dim() != 2 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
         raise ValueError(f"layer_norm got {shapes}; they must be (T, D), (D,), (D,)")
@@ -60,3 +322,10 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor) -> 
     dtypes = {t.dtype for t in (x, residual, weight, bias) if t is not None}
     if len(dtypes) > 1:
         raise ValueError(f"layer_norm got dtypes {sorted(map(str, dtypes))}; they must be one")
+    check_keys(keys, x.shape[0])
+
+
+def check_keys(keys: Tensor | None, tokens: int) -> None:
+    """Raises ValueError unless there are no keys or (tokens, 2) int32 ones."""
+    if keys is not None and (keys.shape != (tokens, 2) or keys.dtype != torch.int32):
+        raise ValueError(f"dropout keys are {keys.dtype} {tuple(keys.shape)}; they must be int32 ({tokens}, 2)")

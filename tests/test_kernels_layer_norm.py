@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
-from kernels import dropout
+from kernels import backend, dropout
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: on CPUs they are interpreted
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NAMES = ("out", "gradient of x", "of residual", "of weight", "of bias")
 EPS = 1e-12
 SHAPES = [(1, 1), (3, 7), (5, 1023), (2, 1500)]
 
@@ -77,3 +83,172 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         dropout_add_layer_norm(x, x[:2], x[0], x[0], EPS)
     with pytest.raises(ValueError, match="float16"):
         layer_norm(x.half(), x[0], x[0], EPS)
+
+
+# ---- the kernels ---------------------------------------------------------------------------------------------
+
+
+def inputs_of(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(x, residual, weight, bias), the gradient of the output, dropout keys."""
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+    shapes = ((tokens, hidden), (tokens, hidden), (hidden,), (hidden,), (tokens, hidden))
+    x, residual, weight, bias, towards = (torch.randn(s, generator=generator, device=DEVICE).to(dtype) for s in shapes)
+    return [x, residual + 1, weight, bias], towards, keys_of(tokens).to(DEVICE)
+
+
+def with_gradients(kernels: str, inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) -> list[Tensor]:
+    """[output, gradients of x, residual, weight, bias] by a backend, or by ``eager``: PyTorch's own operations."""
+    x, residual, weight, bias = leaves = [t.detach().requires_grad_() for t in inputs]
+    if kernels == "eager":
+        if keys is not None:
+            x = x * dropout.multiplier(keys, 2, x.shape[1], p, x.dtype)
+        out = F.layer_norm(residual + x, weight.shape, weight, bias, EPS)
+    else:
+        with backend.using(kernels):
+            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=p, keys=keys, site=2)
+    return [out.detach(), *torch.autograd.grad(out, leaves, towards)]
+
+
+def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) -> None:
+    with poisoned_buffers():
+        ours = with_gradients("triton", inputs, towards, p, keys)
+    same_dtype = with_gradients("eager", inputs, towards, p, keys)
+    exact = with_gradients("torch", [t.double() for t in inputs], towards.double(), p, keys)
+    for a, b, c, name in zip(ours, same_dtype, exact, NAMES, strict=True):
+        assert_errs_at_most_twice(a, b, c, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1), (1, 127), (2, 128), (3, 129), (37, 20), (5, 1100)])
+def test_kernels_err_at_most_twice_as_much_as_pytorch(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    inputs, towards, keys = inputs_of(tokens, hidden, dtype)
+    check(inputs, towards, 0.1, keys)
+    check(inputs, towards, 0.1, None)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(32768, 1024), (32767, 768), (1, 1024), (5000, 2000), (300, 16384)])
+def test_kernels_err_at_most_twice_as_much_as_pytorch_on_a_gpu(tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    inputs, towards, keys = inputs_of(tokens, hidden, dtype)
+    check(inputs, towards, 0.1, keys)
+    check(inputs, towards, 0.1, None)
+
+
+@pytest.mark.parametrize("p", [0.5, 65535 / 65536])  # the second drops nearly all
+def test_the_kernels_mask_is_the_references(p: float) -> None:
+    inputs, towards, keys = inputs_of(9, 33, torch.float32)
+    out, d_x, d_residual, *_ = with_gradients("triton", inputs, towards, p, keys)
+    kept = dropout.keep(keys, 2, 33, p)
+    torch.testing.assert_close(d_x, torch.where(kept, d_residual * 65536 / (65536 - dropout.threshold(p)), 0.0))
+    torch.testing.assert_close(out, with_gradients("torch", inputs, towards, p, keys)[0])
+
+
+def test_a_row_without_variance_is_its_bias() -> None:
+    (x, _, weight, bias), towards, _ = inputs_of(3, 40, torch.float16)
+    x = torch.full_like(x, 7).requires_grad_()
+    with backend.using("triton"):
+        out = layer_norm(x, weight, bias, EPS)
+    (d_x,) = torch.autograd.grad(out, x, towards / 1000)
+    assert torch.equal(out, bias.expand(3, 40))
+    assert d_x.isfinite().all() and d_x.abs().max() > 100  # 1 / sqrt(1e-12) is a million
+
+
+def test_halves_at_the_end_of_their_range_give_finite_results() -> None:
+    inputs, towards, keys = inputs_of(6, 130, torch.float16)
+    for t in inputs[:2]:
+        t.copy_(torch.where(t > 0.5, 60000.0, -60000.0))  # their sum is beyond fp16
+    check(inputs, towards, 0.1, keys)
+    assert all(t.isfinite().all() for t in with_gradients("triton", inputs, towards, 0.1, keys))
+
+
+def test_epsilon_is_honoured_in_half_precision() -> None:
+    x = torch.tensor([[3e-7, -3e-7]], dtype=torch.float16, device=DEVICE)  # fp16 rounds 1e-12 to 0
+    one, zero = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    with backend.using("triton"):
+        shrunk = layer_norm(x, one, zero, 1e-12), layer_norm(x, one, zero, 1e-13)
+    exact = [float(x[0, 0].double() / (x[0, 0].double().square() + eps).sqrt()) for eps in (1e-12, 1e-13)]
+    assert [float(t[0, 0]) for t in shrunk] == pytest.approx(exact, rel=1e-3)
+
+
+def test_strides_change_nothing() -> None:
+    inputs, towards, keys = inputs_of(5, 24, torch.float32)
+    strided = [torch.stack([t, t], -1)[..., 0] for t in inputs]
+    expected = with_gradients("triton", inputs, towards, 0.3, keys)
+    far = torch.stack([keys, keys], -1)[..., 0]
+    found = with_gradients("triton", strided, torch.stack([towards, towards], -1)[..., 1], 0.3, far)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_no_tokens_give_no_output_and_zero_gradients() -> None:
+    inputs, towards, keys = inputs_of(0, 8, torch.float32)
+    out, d_x, d_residual, d_weight, d_bias = with_gradients("triton", inputs, towards, 0.1, keys)
+    assert out.shape == d_x.shape == d_residual.shape == (0, 8)
+    assert not d_weight.any() and not d_bias.any()
+
+
+@pytest.mark.parametrize("wanted", range(4))
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_one_gradient_alone_is_the_same(wanted: int, p: float) -> None:
+    inputs, towards, keys = inputs_of(7, 24, torch.float32)
+    expected = with_gradients("triton", inputs, towards, p, keys)[1 + wanted]
+    leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
+    with backend.using("triton"):
+        x, residual, weight, bias = leaves
+        out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=p, keys=keys, site=2)
+    (found,) = torch.autograd.grad(out, [leaves[wanted]], towards)
+    assert torch.equal(found, expected)
+
+
+def test_a_residual_that_is_x_gets_both_gradients() -> None:
+    (x, _, weight, bias), towards, _ = inputs_of(4, 16, torch.float32)
+    grads = []
+    for kernels in ("triton", "torch"):
+        leaf = x.detach().requires_grad_()
+        with backend.using(kernels):
+            torch.autograd.backward(dropout_add_layer_norm(leaf, leaf, weight, bias, EPS), towards)
+        assert leaf.grad is not None
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_without_gradients_the_output_is_the_same() -> None:
+    (x, residual, weight, bias), towards, keys = inputs_of(5, 48, torch.float16)
+    expected = with_gradients("triton", [x, residual, weight, bias], towards, 0.1, keys)[0]
+    with backend.using("triton"), torch.inference_mode():
+        out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1, keys=keys, site=2)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "runs"), [(9, 48, 2), pytest.param(5000, 1024, 200, marks=[pytest.mark.gpu, on_gpu])]
+)
+def test_every_run_gives_the_same_bits(tokens: int, hidden: int, runs: int) -> None:
+    inputs, towards, keys = inputs_of(tokens, hidden, torch.float16)
+    first = with_gradients("triton", inputs, towards, 0.1, keys)
+    for _ in range(runs):
+        again = with_gradients("triton", inputs, towards, 0.1, keys)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    tokens, hidden = 2_100_000, 1024
+    inputs, towards, keys = inputs_of(2, hidden, torch.float16)
+    far = [t.new_zeros(tokens, hidden) for t in (*inputs[:2], towards)]
+    far_keys = keys.new_zeros(tokens, 2)
+    for big, small in zip((*far, far_keys), (*inputs[:2], towards, keys), strict=True):
+        big[-2:] = small
+    found = with_gradients("triton", [*far[:2], *inputs[2:]], far[2], 0.1, far_keys)
+    expected = with_gradients("triton", inputs, towards, 0.1, keys)
+    assert all(torch.equal(a[-2:], b) for a, b in zip(found[:3], expected[:3], strict=True))
+    for a, b in zip(found[3:], expected[3:], strict=True):  # all other rows have no gradient
+        torch.testing.assert_close(a, b)
+
+
+def test_keys_of_other_tokens_are_refused() -> None:
+    x = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"int32 \(2, 2\); they must be int32 \(3, 2\)"):
+        dropout_add_layer_norm(x, None, x[0], x[0], EPS, dropout_p=0.1, keys=keys_of(2))
