@@ -1,0 +1,237 @@
+"""LAMB over flat buffers against You et al. 2020, Algorithm 2, in fp64 on whole tensors, however these are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kernels_flat import DEVICE, NAN, Share, share_out, zero_state
+from torch import Tensor
+
+from kernels import backend
+from kernels.adam import Moments
+from kernels.flat import Flat, Piece, gradient_square_sum, make_layout
+from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
+
+RATE = 0.01
+MOMENTS = Moments(0.9, 0.999, 1e-6, True)
+SIZES, DECAYS = [5, 70, 130, 1, 290], [0.0, 0.01, 0.5, 0.0, 0.01]  # no decay: not adapted either
+CLIP = 3.0
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def draw(size: int, step: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(step))
+
+
+def some_weights(sizes: list[int] = SIZES) -> Tensor:
+    """Tensors whose norms differ by a factor of ten thousand."""
+    parts = torch.split(draw(sum(sizes), 0), sizes)
+    return torch.cat([part * 10.0 ** (2 - k % 5) for k, part in enumerate(parts)])
+
+
+def paper(
+    weights: Tensor, sizes: list[int], decays: list[float], gradients: list[Tensor], moments: Moments
+) -> tuple[list[Tensor], list[float]]:
+    """Algorithm 2 in fp64, gradients clipped to CLIP: the tensors, and the ratios of the last step."""
+    x = [part.double() for part in torch.split(weights, sizes)]
+    m, v = ([torch.zeros_like(part) for part in x] for _ in range(2))
+    ratios: list[float] = []
+    for t, gradient in enumerate(gradients, 1):
+        whole = gradient.double()
+        parts = torch.split(whole * min(1.0, CLIP / float(whole.norm())), sizes)
+        unbiased = (1 - moments.beta1**t, 1 - moments.beta2**t) if moments.bias_correction else (1, 1)
+        ratios = []
+        for k, (g, decay) in enumerate(zip(parts, decays, strict=True)):
+            m[k] = moments.beta1 * m[k] + (1 - moments.beta1) * g
+            v[k] = moments.beta2 * v[k] + (1 - moments.beta2) * g**2
+            u = m[k] / unbiased[0] / ((v[k] / unbiased[1]).sqrt() + moments.epsilon) + decay * x[k]
+            if decay:
+                norms = float(x[k].norm()), float(u.norm())
+                ratios.append(norms[0] / norms[1] if min(norms) > 0 else 1.0)
+                u = u * ratios[-1]
+            x[k] = x[k] - RATE * u
+    return x, ratios
+
+
+def steps(
+    shares: list[Share], weights: Tensor, gradients: list[Tensor], moments: Moments, scale: float = 256.0
+) -> tuple[list[Flat], Tensor]:
+    """All steps on all ranks, whose sums meet as an all-reduce would have them; and the last ratios."""
+    states = [zero_state(share, weights, torch.float16) for share in shares]
+    rows = 1 + max((piece.row for share in shares for piece in share.layout.pieces), default=-1)
+    ratios = torch.ones(rows, device=DEVICE)
+    for step, gradient in enumerate(gradients, 1):
+        flats = [share.flat(gradient * scale) for share in shares]
+        both = zip(flats, shares, strict=True)
+        norm = torch.stack([gradient_square_sum(flat, share.layout) for flat, share in both]).sum().sqrt() / scale
+        factor = (CLIP / norm).clamp(max=1.0) / scale
+        sums = torch.zeros(rows, 2, device=DEVICE)
+        for share, state, flat in zip(shares, states, flats, strict=True):
+            lamb_begin(state, flat, share.layout, moments, step, RATE, factor, sums)
+        ratios = trust_ratios(sums)
+        for share, state in zip(shares, states, strict=True):
+            lamb_finish(state, share.layout, moments, step, RATE, ratios)
+    return states, ratios
+
+
+def gathered(shares: list[Share], states: list[Flat], sizes: list[int]) -> list[Tensor]:
+    """The tensors from all ranks; asserts that no padding was written, and that the copies are the weights."""
+    for share, state in zip(shares, states, strict=True):
+        assert state.copy is not None
+        assert torch.equal(share.inside(state.copy), share.inside(state.master).half())
+        assert all(share.inside(buffer).isfinite().all() for buffer in state[1:3])
+    whole = torch.cat([share.inside(state.master) for share, state in zip(shares, states, strict=True)])
+    return list(torch.split(whole, sizes))
+
+
+def assert_papers(name: str, moments: Moments, cuts: list[int], count: int, at_once: bool = True) -> None:
+    weights, gradients = some_weights(), [draw(sum(SIZES), step) * step for step in range(1, count + 1)]
+    shares = share_out(SIZES, DECAYS, cuts, at_once=at_once)
+    with backend.using(name):
+        states, ratios = steps(shares, weights, gradients, moments)
+    exact, exact_ratios = paper(weights, SIZES, DECAYS, gradients, moments)
+    for k, (ours, theirs) in enumerate(zip(gathered(shares, states, SIZES), exact, strict=True)):
+        assert float((ours.cpu() - theirs).norm() / theirs.norm()) < 1e-6, k
+    assert ratios.tolist() == pytest.approx(exact_ratios, rel=1e-5)
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_steps_are_the_papers(correction: bool) -> None:
+    moments = Moments(0.9, 0.999, 1e-6, correction)
+    assert_papers("torch", moments, [], 20)
+    assert_papers("triton", moments, [], 4)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, sum(SIZES)), max_size=3))
+def test_tensors_may_be_cut_anywhere(cuts: list[int]) -> None:
+    """Into empty shares too."""
+    assert_papers("torch", MOMENTS, sorted(cuts), 20)
+
+
+@pytest.mark.parametrize("cuts", [[74, 74, 215], [1, 495]], ids=str)
+def test_kernels_do_not_mind_the_cut(cuts: list[int]) -> None:
+    assert_papers("triton", MOMENTS, cuts, 2)
+
+
+def test_two_plain_passes_are_the_papers() -> None:
+    assert_papers("triton", MOMENTS, [], 2, at_once=False)
+
+
+def test_what_is_finished_at_once_is_what_two_passes_make() -> None:
+    weights, gradients = some_weights(), [draw(sum(SIZES), 1)]
+    with backend.using("triton"):
+        found = []
+        for at_once in (True, False):
+            shares = share_out(SIZES, DECAYS, [], at_once=at_once)
+            assert (len(shares[0].layout.closed) > 0) == at_once
+            states, ratios = steps(shares, weights, gradients, MOMENTS)
+            found.append([*gathered(shares, states, SIZES), ratios])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_zero_norm_gives_a_ratio_of_one(name: str, at_once: bool) -> None:
+    """No weight, no direction (β₁ = 0, and a tiny decay that no fp32 shows), and neither."""
+    sizes, decays = [40, 30, 20], [0.01, 1e-30, 0.01]
+    weights = torch.cat([torch.zeros(40), draw(30, 1) * 1e-3, torch.zeros(20)])
+    gradient = torch.cat([draw(40, 2), torch.zeros(50)])
+    shares = share_out(sizes, decays, [], at_once=at_once)
+    with backend.using(name):
+        states, ratios = steps(shares, weights, [gradient], MOMENTS)
+    assert ratios.tolist() == [1.0, 1.0, 1.0]
+    moved, kept, zero = gathered(shares, states, sizes)
+    torch.testing.assert_close(moved.cpu(), -RATE * gradient[:40].sign(), rtol=1e-3, atol=1e-4)
+    assert torch.equal(kept.cpu(), weights[40:70]) and not zero.any()
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_power_of_two_scales_change_nothing(name: str) -> None:
+    shares = share_out(SIZES, DECAYS, [])
+    with backend.using(name):
+        found = [
+            gathered(shares, steps(shares, some_weights(), [draw(sum(SIZES), 1)], MOMENTS, scale)[0], SIZES)
+            for scale in (1.0, 2.0**16)
+        ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_sums_are_added_to(name: str) -> None:
+    """So several buffers, one a parameter under ZeRO 0, share one tensor of sums."""
+    shares = share_out([40, 30], [0.1, 0.1], [40])
+    sums = torch.full((2, 2), 5.0, device=DEVICE)
+    weights = draw(70, 0)
+    with backend.using(name):
+        for share in shares:
+            by = torch.ones((), device=DEVICE)
+            lamb_begin(zero_state(share, weights), share.flat(weights), share.layout, MOMENTS, 1, RATE, by, sums)
+    expected = [5 + float(part.square().sum()) for part in torch.split(weights, [40, 30])]
+    assert sums[:, 0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_empty_share_is_left_alone() -> None:
+    layout = make_layout([Piece(0, 0, 0.1, 0)], 5, DEVICE)
+    state = Flat(*(torch.full((5,), NAN, device=DEVICE) for _ in range(3)))
+    sums = torch.zeros(1, 2, device=DEVICE)
+    for name in ("torch", "triton"):
+        with backend.using(name):
+            by = torch.ones((), device=DEVICE)
+            lamb_begin(state, state.master.clone(), layout, MOMENTS, 1, RATE, by, sums)
+            lamb_finish(state, layout, MOMENTS, 1, RATE, trust_ratios(sums))
+    assert all(buffer.isnan().all() for buffer in state[:3]) and not sums.any()
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    [share] = share_out([10], [0.1], [])
+    state, by = zero_state(share, torch.zeros(10)), torch.ones((), device=DEVICE)
+    with pytest.raises(ValueError, match=r"sums is \(0, 2\)"):
+        lamb_begin(state, state.master, share.layout, MOMENTS, 1, RATE, by, torch.zeros(0, 2, device=DEVICE))
+    with pytest.raises(ValueError, match="step is 0"):
+        lamb_begin(state, state.master, share.layout, MOMENTS, 0, RATE, by, torch.zeros(1, 2, device=DEVICE))
+
+
+# ---- on a GPU: many programs at the same tensor ---------------------------------------------------------------
+
+# The token table; a layer's matrices, the largest of which needs nearly all resident programs; what is small.
+LARGE = [31_260_672, 1024, 524_288, 3_145_728, 3072, 1_048_576, 4_194_304, 4_194_304, 1024, 2048, 2]
+ADAPTED = [0.01, 0.0, 0.01, 0.01, 0.0, 0.01, 0.01, 0.01, 0.0, 0.01, 0.0]
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("cuts", [[], [20_000_001], [33_000_000, 41_000_010]], ids=str)
+def test_real_shapes_are_the_papers(cuts: list[int]) -> None:
+    weights = draw(sum(LARGE), 0) * 0.02
+    gradients = [draw(sum(LARGE), step) * 1e-3 for step in range(1, 4)]
+    shares = share_out(LARGE, ADAPTED, cuts, unit=4096)
+    assert sum(len(share.layout.closed) for share in shares) > 200
+    states, ratios = steps(shares, weights, gradients, MOMENTS)
+    exact, exact_ratios = paper(weights, LARGE, ADAPTED, gradients, MOMENTS)
+    for ours, theirs in zip(gathered(shares, states, LARGE), exact, strict=True):
+        assert float((ours.cpu() - theirs).norm() / theirs.norm()) < 1e-6
+    assert ratios.tolist() == pytest.approx(exact_ratios, rel=1e-5)
+
+
+@pytest.mark.gpu
+@gpu
+def test_steps_repeat_bit_for_bit() -> None:
+    sizes = LARGE[1:] * 3
+    weights, gradients = some_weights(sizes), [draw(sum(sizes), 1)]
+    [share] = shares = share_out(sizes, ADAPTED[1:] * 3, [], unit=4096)
+    first, ratios = steps(shares, weights, gradients, MOMENTS)
+    factor, sums = torch.tensor(1.0, device=DEVICE), torch.zeros(len(ratios), 2, device=DEVICE)
+    start, flat = zero_state(share, weights, torch.float16), share.flat(gradients[0])
+    expected: list[Tensor] = []
+    for _ in range(200):
+        state = Flat(*(buffer.clone() for buffer in start if buffer is not None))
+        sums.zero_()
+        lamb_begin(state, flat, share.layout, MOMENTS, 1, RATE, factor, sums)
+        lamb_finish(state, share.layout, MOMENTS, 1, RATE, trust_ratios(sums))
+        found = [share.inside(buffer) for buffer in state if buffer is not None] + [sums]
+        expected = expected or [*found[:-1], sums.clone()]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
