@@ -25,6 +25,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # what the Triton kerne
 _choice: ContextVar[str] = ContextVar("kernels", default="auto")
 
 
+class UnavailableError(RuntimeError):
+    """The kernels that are asked for cannot run here; the text says what to change."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """What computes the kernels of this process; logged once, and the label of a metric."""
@@ -37,16 +41,18 @@ class Backend:
 def resolve(device: str) -> Backend:
     """The backend of every function of this package for tensors on ``device``: "cuda" or "cpu".
 
-    Raises RuntimeError where Triton is asked for, or a GPU needs it, and it cannot run.
+    Raises UnavailableError where Triton is asked for, or a GPU needs it, and it cannot run.
     """
     choice, interpreted = _choice.get(), _interpreted()
     if choice == "torch" or (choice == "auto" and device != "cuda"):
         reason = "asked for" if choice == "torch" else f"the kernels are plain PyTorch on {device}"
         return Backend("torch", reason, apex())
     if TRITON_MISSING:
-        raise RuntimeError(f"the kernels need Triton on a GPU ({TRITON_MISSING}): install it, or set kernels to torch")
+        raise UnavailableError(
+            f"the kernels need Triton on a GPU ({TRITON_MISSING}): install it, or set kernels to torch"
+        )
     if device != "cuda" and not interpreted:
-        raise RuntimeError(f"Triton does not run on {device}: set kernels to auto or torch, or TRITON_INTERPRET=1")
+        raise UnavailableError(f"Triton does not run on {device}: set kernels to auto or torch, or TRITON_INTERPRET=1")
     how = "in its interpreter" if interpreted else "compiled"
     return Backend("triton", f"Triton {triton.__version__}, {how}", apex())
 
@@ -64,7 +70,7 @@ def using(choice: str) -> Iterator[None]:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether ``x`` goes to a Triton kernel. Raises RuntimeError as ``resolve``, TypeError for its dtype."""
+    """Whether ``x`` goes to a Triton kernel. Raises UnavailableError as ``resolve``, TypeError for its dtype."""
     choice = _choice.get()
     if choice == "torch" or (choice == "auto" and not x.is_cuda):
         return False

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from kernels import dropout
 from kernels.attention import attention
@@ -72,6 +71,8 @@ def _real_lengths(longest: int) -> list[int]:
 
 def attention_row(lengths: list[int], bar: float | None) -> Row:
     """Attention over sequences of these lengths; the libraries' dense forms run where all are equal."""
+    from torch.nn.attention.varlen import varlen_attn  # not everywhere where this file is only imported
+
     longest, size, tokens = max(lengths), HIDDEN // HEADS, sum(lengths)
     cu_seqlens, keys = _token_keys(lengths)
     qkv, towards = _draw(tokens, 3, HEADS, size), torch.randn(tokens, HEADS, size, device="cuda").half()

@@ -50,7 +50,7 @@ def test_without_a_sound_triton_the_package_imports_and_a_gpu_is_refused(source:
         f"import {names}; from kernels import backend\n"
         "assert backend.resolve('cpu').name == 'torch'\n"
         "try: backend.resolve('cuda')\n"
-        "except RuntimeError as error: print(error)"
+        "except backend.UnavailableError as error: print(error)"
     )
     # PyTorch looks for Triton, too, and does not guard itself: it comes first, and then Triton is replaced.
     shadow = "import sys, torch; sys.modules = {k: v for k, v in sys.modules.items() if not k.startswith('triton')}\n"
