@@ -17,8 +17,6 @@ from data_prep.errors import DataError
 from data_prep.inspection import describe, show_samples, warnings
 from data_prep.manifest import load_manifest
 from data_prep.metrics import Figures, check_textfile, serve, write_textfile
-from data_prep.picture import draw
-from data_prep.publish import publish
 from data_prep.settings import CHOICES, Settings, make_settings
 from data_prep.tokenizer import train_tokenizer
 from data_prep.verify import verify
@@ -133,12 +131,16 @@ def _inspect(options: argparse.Namespace) -> int:
     for line in show_samples(options.folder, options.samples):
         print(line)
     if options.picture:
+        from data_prep.picture import draw
+
         draw(options.folder, options.picture)
         print(f"{options.picture}: drawn")
     return 0
 
 
 def _publish(options: argparse.Namespace) -> int:
+    from data_prep.publish import publish
+
     done = publish(options.folder, options.url, PUBLISHERS)
     print(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all proved; {done.sent:,} sent now")
     return 0

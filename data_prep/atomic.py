@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     No two writers share a temporary name: a process that outlives a killed run can't spoil the next one's.
     """
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
             yield file

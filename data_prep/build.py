@@ -168,6 +168,7 @@ def _tokenize(
         work = partial(
             tokenize_chunk,
             tokenizer=job.tokenizer_folder,
+            sha256=job.tokenizer.sha256,
             language=settings.language,
             given_words=settings.given_words,
         )

@@ -280,7 +280,7 @@ def _document(text: str, replaced: int, place: str, reading: Reading) -> Iterato
         replaced += halves
     first = True
     for paragraph in _split_paragraphs(text):
-        for cut, piece in enumerate(_pieces(paragraph)):
+        for cut, piece in enumerate(_pieces(paragraph) if len(paragraph) > LONGEST_PARAGRAPH else (paragraph,)):
             yield Paragraph(first, piece, replaced, min(cut, 1))
             first, replaced = False, 0
 

@@ -7,7 +7,7 @@ import json
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class Job:
     @property
     def vocabulary(self) -> Vocabulary:
         """Which ids can be predicted."""
-        return _load_vocabulary(self.tokenizer_folder)
+        return _load_vocabulary(self.tokenizer_folder, self.tokenizer.sha256)
 
     def open_store(self) -> Store:
         """Maps the store."""
@@ -132,9 +132,9 @@ def is_complete(job: Job, mark: str) -> bool:
     return True
 
 
-@cache
-def _load_vocabulary(tokenizer: Path) -> Vocabulary:
-    loaded = load_once(tokenizer)
+@lru_cache(1)
+def _load_vocabulary(tokenizer: Path, sha256: str) -> Vocabulary:
+    loaded = load_once(tokenizer, sha256)
     return make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)
 
 

@@ -114,10 +114,9 @@ def plan_pairs(
         pairs = _place(store, pieces, block.duplicate, settings)
         own = pairs["a_length"] + np.where(pieces.after == pieces.last, pairs["b_length"], 0)
 
-        starts = np.stack([pairs["a_start"], pairs["b_start"]], axis=1)[:, :segments].ravel()
-        lengths = np.stack([pairs["a_length"], pairs["b_length"]], axis=1)[:, :segments].ravel()
-        ids, continues = store.gather(store.ids, starts, lengths), store.gather(store.continues, starts, lengths)
-        kept = maskable(ids, continues, lengths, vocabulary, masking).reshape(-1, segments).any(axis=1)
+        kept = _maskable(store, pairs["a_start"], pairs["a_length"], vocabulary, masking)
+        rest = np.flatnonzero(~kept)  # few: a B is read for these only
+        kept[rest] = _maskable(store, pairs["b_start"][rest], pairs["b_length"][rest], vocabulary, masking)
         planned.append(pairs[kept])
         counts += PlanCounts(
             unmaskable=int(np.count_nonzero(~kept)),
@@ -127,6 +126,19 @@ def plan_pairs(
             own=int(own[kept].sum()),
         )
     return np.concatenate(planned), PlanCounts(*counts.tolist())
+
+
+def _maskable(
+    store: Store,
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    vocabulary: Vocabulary,
+    masking: Masking,
+) -> NDArray[np.bool_]:
+    """In which segments something can be predicted. One of no tokens, as the B of a single segment, has nothing."""
+    ids = store.gather(store.ids, starts, lengths)
+    continues = ids if masking.unit == "token" else store.gather(store.continues, starts, lengths)  # not looked at
+    return maskable(ids, continues, lengths.astype(np.int64), vocabulary, masking)
 
 
 def _cut_documents(store: Store, block: Block, settings: Settings) -> Iterator[Pieces]:

@@ -12,6 +12,7 @@ back as well. So a rerun goes on where the last one stopped, and of a whole data
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import time
 from collections.abc import Callable
@@ -144,6 +145,14 @@ def open_place(url: str) -> Place:
     return Place(fs, root.rstrip("/"), url.rstrip("/"))
 
 
+def is_hopeless(error: Exception) -> bool:
+    """Whether another attempt would not change it."""
+    status = getattr(error, "status", None)  # of HTTP: 408 and 429 ask for patience
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+    full = getattr(error, "errno", None) == errno.ENOSPC
+    return refused or full or isinstance(error, HOPELESS) or "Credential" in type(error).__name__
+
+
 def _item(folder: Path, key: str) -> Item:
     path = folder / key
     return Item(path, key, path.stat().st_size, file_sha256(path))
@@ -221,10 +230,8 @@ def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
             return work()
         except Exception as error:  # each driver has classes of its own, which can't be named without importing it
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            if "Credential" in type(error).__name__:
-                raise DataError(f"{where}: no credentials ({reason}); set them as the driver wants") from error
-            if isinstance(error, HOPELESS):
-                raise DataError(f"{where}: {reason}; check the URL, its bucket and your rights there") from error
+            if is_hopeless(error):
+                raise DataError(f"{where}: {reason}; check the URL, your credentials, rights and room there") from error
             wait = next(waits, None)
             if wait is None:
                 times = len(WAITS) + 1

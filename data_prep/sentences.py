@@ -38,6 +38,8 @@ def split_sentences(paragraph: str, language: str) -> tuple[list[str], int]:
         start += sum(map(len, found))
         size = WINDOW
     sentences += sentencex.segment(language, paragraph[start:])
+    if paragraph.isascii():  # no bracket of CLOSING
+        return [sentence for sentence in map(str.strip, sentences) if sentence], cut
     return _strip(sentences), cut
 
 

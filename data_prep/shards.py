@@ -196,13 +196,10 @@ def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[m
     numbers, begin = data.view(dtype), (offset + HEADER) // dtype.itemsize
     split, is_next = np.array([(sample.split, sample.is_next) for sample in samples]).T
     numbers[begin[:, None] + np.arange(NUMBERS)] = np.stack([n, split, is_next, m], axis=1)
+    lists = (part for sample in samples for part in (sample.ids, sample.positions, sample.replacements))
+    numbers[_spread(begin + NUMBERS, n + 2 * m)] = np.concatenate(list(lists))
     bits = np.zeros(WORD * words.sum(), np.bool_)
-    fields = np.stack([begin + NUMBERS, n, m, WORD * (np.cumsum(words) - words)], axis=1)
-    for sample, (at, tokens, masked, bit) in zip(samples, fields.tolist(), strict=True):
-        numbers[at : at + tokens] = sample.ids
-        numbers[at + tokens : at + tokens + masked] = sample.positions
-        numbers[at + tokens + masked : at + tokens + 2 * masked] = sample.replacements
-        bits[bit : bit + tokens] = sample.continues
+    bits[_spread(WORD * (np.cumsum(words) - words), n)] = np.concatenate([sample.continues for sample in samples])
     numbers[_spread(begin + count - words, words)] = np.packbits(bits, bitorder="little").view(WORD_DTYPE)
 
     view = data.data

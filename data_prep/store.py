@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ class TokenizedChunk:
     continues: NDArray[np.uint8]  # [tokens]
     lengths: NDArray[np.int64]  # [sentences] tokens
     documents: NDArray[np.int64]  # [sentences] number of the document
-    digests: dict[int, bytes]  # of the paragraphs of each document, one after the other
+    digests: Mapping[int, bytes | bytearray]  # of the paragraphs of each document, one after the other
     counted: NDArray[np.int64]  # [6]
 
 
@@ -83,20 +85,22 @@ def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str, given_words: bool) -> TokenizedChunk:
-    """Sentences and ids of a chunk; sentences without a token are left out."""
-    words, unknown = _words_of(tokenizer, given_words)
+def tokenize_chunk(chunk: Chunk, tokenizer: Path, sha256: str, language: str, given_words: bool) -> TokenizedChunk:
+    """Sentences and ids of a chunk; sentences without a token are left out. ``sha256`` is the tokenizer's."""
+    words, unknown = _words_of(tokenizer, sha256, given_words)
     sentences: list[str] = []
-    documents: list[int] = []
-    digests: dict[int, bytes] = {}
+    counts: list[int] = []  # sentences of each paragraph
+    digests: defaultdict[int, bytearray] = defaultdict(bytearray)
     cut, cleaned = chunk.cut, 0
     for document, paragraph in chunk.paragraphs:
         text, changed = clean(paragraph)
         pieces, cuts = split_sentences(text, language)
         sentences += pieces
-        documents += [document] * len(pieces)
-        digests[document] = digests.get(document, b"") + hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
+        counts.append(len(pieces))
+        digests[document] += hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
         cut, cleaned = cut + cuts, cleaned + changed
+    numbers = np.array([document for document, _ in chunk.paragraphs], np.int64)
+    documents = np.repeat(numbers, np.array(counts, np.int64))  # (sentences,)
     ids, continues, lengths = words.encode(sentences)
     seen = lengths > 0
     counted = [len(ids), np.count_nonzero(ids == unknown), np.count_nonzero(~seen), cut, chunk.replaced, cleaned]
@@ -106,16 +110,16 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, language: str, given_words: bo
         ids=ids,
         continues=continues,
         lengths=lengths[seen],
-        documents=np.array(documents, np.int64)[seen],
+        documents=documents[seen],
         digests=digests,
         counted=np.array(counted, np.int64),
     )
 
 
-@cache
-def _words_of(tokenizer: Path, given_words: bool) -> tuple[WordCache, int]:
+@lru_cache(1)
+def _words_of(tokenizer: Path, sha256: str, given_words: bool) -> tuple[WordCache, int]:
     """One cache in a process, for all of its chunks."""
-    loaded = load_once(tokenizer)
+    loaded = load_once(tokenizer, sha256)
     return WordCache(loaded, id_dtype(loaded.vocab_size), given_words), loaded.specials.unk
 
 
@@ -172,10 +176,10 @@ class Digester:
 def _read(column: np.memmap[Any, Any], starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]) -> NDArray[Any]:
     """`Store.gather` by system calls: a page that is read through the map would count as this process's memory."""
     size = column.itemsize
-    rows = zip((starts * size).tolist(), (lengths * size).tolist(), strict=True)
     assert column.filename is not None
-    with open(column.filename, "rb") as file:
-        data = b"".join([os.pread(file.fileno(), length, start) for start, length in rows])
+    with open(column.filename, "rb", buffering=0) as file:
+        rows = map(os.pread, repeat(file.fileno()), (lengths * size).tolist(), (starts * size).tolist())
+        data = b"".join(rows)
     return np.frombuffer(data, column.dtype)
 
 

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,30 +67,25 @@ class Tokenizer:
     """A vocabulary with its cleaning; ``settings`` is its ``tokenizer_config.json``."""
 
     encoder: Encoder
+    pieces: list[str]  # the vocabulary in the order of its ids
     specials: SpecialIds
     settings: dict[str, Any]
 
     @property
     def vocab_size(self) -> int:
         """Ids are 0..vocab_size-1."""
-        return int(self.encoder.get_vocab_size())
-
-    @property
-    def pieces(self) -> list[str]:
-        """The vocabulary in the order of its ids."""
-        vocab = self.encoder.get_vocab()
-        return sorted(vocab, key=vocab.__getitem__)
+        return len(self.pieces)
 
     @property
     def never(self) -> list[int]:
         """Ids that are never predicted and never a random replacement: control tokens, [UNK] and [unusedN]."""
-        unused = [i for i, piece in enumerate(self.pieces) if UNUSED.fullmatch(piece)]
+        unused = [i for i, piece in enumerate(self.pieces) if piece[:1] == "[" and UNUSED.fullmatch(piece)]
         return sorted({*astuple(self.specials), *unused})
 
     def sha256(self) -> str:
         """Of what decides the ids: the vocabulary and the cleaning, not the layout of a file."""
-        parts = json.loads(self.encoder.to_str())
-        identity = [self.pieces, parts["normalizer"], parts["pre_tokenizer"]]
+        cleaning = (self.encoder.normalizer, self.encoder.pre_tokenizer)
+        identity = [self.pieces, *(json.loads(part.__getstate__()) for part in cleaning)]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def encode(self, sentences: list[str]) -> Iterator[list[int]]:
@@ -101,7 +96,8 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes what `transformers` loads: vocab.txt, tokenizer.json and tokenizer_config.json."""
-        published = Encoder.from_str(self.encoder.to_str())
+        published = Encoder(self.encoder.model)
+        published.normalizer, published.pre_tokenizer = self.encoder.normalizer, self.encoder.pre_tokenizer
         published.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
         published.post_processor = processors.BertProcessing(("[SEP]", self.specials.sep), ("[CLS]", self.specials.cls))
         published.decoder = decoders.WordPiece(CONTINUING)
@@ -146,12 +142,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     for name in SPECIALS:
         if control.intersection(encoder.encode(name, add_special_tokens=False).ids):
             raise DataError(f"tokenizer in {folder}: {name} written in a text would become the control token")
-    return Tokenizer(encoder, specials, settings)
+    return Tokenizer(encoder, sorted(vocab, key=vocab.__getitem__), specials, settings)
 
 
-@cache
-def load_once(folder: Path) -> Tokenizer:
-    """`load_tokenizer`, once in a process: workers come to a build's own copy, which does not change, for each task."""
+@lru_cache(1)
+def load_once(folder: Path, sha256: str) -> Tokenizer:
+    """`load_tokenizer`, once in a process: workers come for each task to a build's own copy, which has this hash."""
     return load_tokenizer(folder)
 
 
@@ -185,7 +181,7 @@ def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_
     learnt = sorted(vocab, key=vocab.__getitem__)
     learnt += [f"[unused{i}]" for i in range(-len(learnt) % multiple_of)]
     encoder = _bert_encoder(learnt, settings)
-    return Tokenizer(encoder, SpecialIds(*range(len(SPECIALS))), settings)
+    return Tokenizer(encoder, learnt, SpecialIds(*range(len(SPECIALS))), settings)
 
 
 def _count_words(encoder: Encoder, paragraphs: Iterable[str]) -> Counter[str]:
@@ -237,8 +233,10 @@ def _read_encoder(path: Path) -> tuple[Encoder, dict[str, Any]]:
         if found != wanted:
             raise DataError(f"{path}: wanted a {part} of type {wanted}, BERT's own, found {found}")
     bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    bare["model"] = model | {"vocab": {"[UNK]": 0}}  # the library reads a large one slowly
     try:
         encoder = Encoder.from_str(json.dumps(parts | bare))
+        encoder.model = models.WordPiece(model["vocab"], unk_token="[UNK]", continuing_subword_prefix=CONTINUING)
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise DataError(f"{path} is no tokenizer of the `tokenizers` library ({error})") from None
     normalizer = parts.get("normalizer") or {}

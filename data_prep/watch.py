@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import tempfile
 import time
@@ -20,9 +21,10 @@ SIZES = re.compile(r"^(Pss|Pss_Anon): +(\d+)", re.MULTILINE)  # of smaps_rollup,
 
 @dataclass(frozen=True)
 class Watched:
-    """Wall time, standard output and error, and the peaks of each figure of `memory`, 0 if nobody looked."""
+    """Standard output and error, and the peaks of each figure of `memory`, 0 if nobody looked."""
 
-    seconds: float
+    seconds: float  # by the clock
+    cpu: float  # seconds of processor time, of all processes together
     output: str
     anonymous: int
     total: int
@@ -38,7 +40,7 @@ def run(
     tie = None if core is None else partial(os.sched_setaffinity, 0, {core})
     peaks = (0, 0)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), _cpu_of_children()
         with subprocess.Popen(
             command, cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=tie
         ) as process:
@@ -47,13 +49,19 @@ def run(
                 peaks = max(peaks[0], anonymous), max(peaks[1], total)
                 time.sleep(SECONDS)
             process.wait()
-            seconds = time.perf_counter() - start
+            seconds, cpu = time.perf_counter() - start, _cpu_of_children() - cpu
         file.seek(0)
         output = file.read().strip()
     if process.returncode:
         last = output.rpartition("\n")[2]
         raise DataError(f"exit code {process.returncode} of {' '.join(command)}: {last}")
-    return Watched(seconds, output, *peaks)
+    return Watched(seconds, cpu, output, *peaks)
+
+
+def _cpu_of_children() -> float:
+    """Of those that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def memory(top: int) -> tuple[int, int]:

@@ -1,10 +1,12 @@
 """A cache of words in front of the tokenizer: text repeats its words, so most are looked up, not encoded.
 
 BERT's cleaning and its split into words treat each character alone, but for accents, which move only within
-a word, and a space always parts two words (that is why `load_tokenizer` takes no other kind of tokenizer).
-So the ids of a text are the ids of what stands between its spaces, one after the other, and a word's ids
-never change. A new word of Latin letters without accents, digits and marks is cut here, by the same rule in a
-third of the time; any other is the tokenizer's to encode. The tests compare all of it on arbitrary Unicode.
+a word, and spaces and marks always part two words (that is why `load_tokenizer` takes no other kind of tokenizer).
+So the ids of a text are the ids of what stands between its spaces and marks, and of the marks, one after the other,
+and a word's ids never change. A new word of Latin letters without accents and digits needs no cleaning and is cut by
+the tokenizer's WordPiece at once; any other is its to clean, too. The tests compare all of it on arbitrary Unicode.
+
+Words are found, and known again, by arithmetic on all of a text at once: a word of up to 16 bytes is two numbers.
 """
 
 from __future__ import annotations
@@ -16,13 +18,25 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.tokenizer import CONTINUING, MODEL, Tokenizer
+from data_prep.tokenizer import CONTINUING, Tokenizer
 
 MOST_CHARACTERS = 1 << 21  # in the words of the cache; it starts anew beyond that: bounded memory
 BORDER = "\n"  # a word of no ids, between two sentences
-_is_plain = re.compile("[!-~“”‘’–—…]+").fullmatch  # BERT makes a piece of each mark among these, and keeps the rest
-_parts = re.compile("[A-Za-z0-9]+|[^A-Za-z0-9]").findall
+SPACE, RUN, MARK = range(3)  # classes of bytes; BERT makes a piece of each mark
+CLASSES = bytes(
+    SPACE if byte == ord(" ") else RUN if byte >= 0x80 or chr(byte).isalnum() else MARK for byte in range(256)
+)
+MARKS = {byte: mark for byte, mark in enumerate("“”‘’–—…", 1)}  # a byte for each: clean text has no control characters
+MARK_LEADS = b"\xe2\x80"  # how all of them start in UTF-8
+MARK_BYTES = np.zeros(256, np.uint8)  # by the last byte in UTF-8, 0 for what is no mark
+MARK_BYTES[[ord(mark) & 0x3F | 0x80 for mark in MARKS.values()]] = list(MARKS)
 CHINESE = re.compile("([\u3400-\u4dbf\u4e00-\u9fff])")  # among the characters that BERT sets apart
+CHINESE_LEADS = np.uint8(0xE3), np.uint8(0xE9)  # their first bytes in UTF-8, which few others share
+KEY = 16  # bytes of a word that the memo can hold
+LOW = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # the first n of 8 bytes
+NO_WORD = np.uint64(0xFF)  # is in no UTF-8
+MEMO_BITS = 18
+FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd, of no meaning
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
@@ -36,7 +50,7 @@ class Encoded(NamedTuple):
 
 
 class WordCache:
-    """Encodes sentences as `Tokenizer.encode` does, several times as fast.
+    """Encodes sentences as `Tokenizer.encode` does, many times as fast.
 
     Args:
         given_words: Chinese characters between two spaces are one word. Without it each is a word of its own.
@@ -45,9 +59,6 @@ class WordCache:
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger[Any]], given_words: bool) -> None:
         self._tokenizer, self._dtype, self._given_words = tokenizer, dtype, given_words
         pieces = tokenizer.pieces
-        self._heads = {piece: i for i, piece in enumerate(pieces)}
-        self._tails = {piece[2:]: i for i, piece in enumerate(pieces) if piece.startswith(CONTINUING)}
-        self._longest = max(map(len, pieces))
         self._is_chinese = np.array([CHINESE.fullmatch(piece) is not None for piece in pieces], np.uint8)
         self._is_inner = np.array([piece.startswith(CONTINUING) for piece in pieces], np.uint8)
         self._splits_chinese = bool(tokenizer.settings["tokenize_chinese_chars"]) and not given_words
@@ -61,38 +72,66 @@ class WordCache:
 
     def encode(self, sentences: list[str]) -> Encoded:
         """The sentences, whose words are parted by U+0020 alone (`cleaning.clean`), without control tokens."""
-        if not sentences:
-            return Encoded(np.empty(0, self._dtype), np.empty(0, np.uint8), np.empty(0, np.int64))
-        text = f" {BORDER} ".join(sentences)
-        if self._splits_chinese and not text.isascii():
-            text = CHINESE.sub(r" \1 ", text)
         if self.characters > MOST_CHARACTERS:
             self._clear()
-        words = text.split(" ")
-        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
+        text = f" {BORDER} ".join(["", *sentences, ""])
+        numbers = self._look_up(self._spell(text))
         self._learn()
         lengths = self._lengths[numbers]
         ends = np.cumsum(lengths)
         index = np.repeat(self._starts[numbers] - (ends - lengths), lengths)
         index += np.arange(len(index))
-        borders = np.append(ends[numbers == 0], ends[-1])
-        return Encoded(self._ids[index], self._continues[index], np.diff(borders, prepend=0))
+        return Encoded(self._ids[index], self._continues[index], np.diff(ends[numbers == 0]))
 
     def _clear(self) -> None:
-        self._known_parts: dict[str, list[int]] = {}
-        self._numbers = _Numbers({BORDER: 0, "": 1})
+        self._numbers = _Numbers({BORDER.encode(): 0})
+        self._memo_low, self._memo_high = np.zeros((2, 1 << MEMO_BITS), np.uint64)  # no word is empty
+        self._memo = np.zeros(1 << MEMO_BITS, np.int32)  # number of the word with these bytes
         self._ids = np.empty(0, self._dtype)
         self._continues = np.empty(0, np.uint8)
-        self._starts = self._lengths = np.zeros(2, np.int64)  # of each word in the two above
+        self._starts = self._lengths = np.zeros(1, np.int64)  # of each word in the two above
+
+    def _spell(self, text: str) -> bytes:
+        """UTF-8 with a space on either side of Chinese, in lower case as far as ASCII goes, and with MARKS as bytes."""
+        data = text.encode()
+        if not text.isascii():
+            first, last = CHINESE_LEADS
+            if self._splits_chinese and (np.frombuffer(data, np.uint8) - first <= last - first).any():
+                data = CHINESE.sub(r" \1 ", text).encode()
+            data = _spell_marks(data)
+        return data.lower() if self._lowercase else data
+
+    def _look_up(self, data: bytes) -> NDArray[np.int32]:
+        """The numbers of the words. What the memo does not know, the dictionary does, or will."""
+        starts, ends = _find_words(data)
+        lengths = ends - starts
+        eight = np.ndarray(len(data) + 1, "<u8", data + bytes(8), strides=(1,))  # (bytes + 1,) each and the 7 behind it
+        low, high = eight[starts] & LOW[np.minimum(lengths, 8)], np.zeros(len(starts), np.uint64)
+        longer = np.flatnonzero(lengths > 8)
+        high[longer] = eight[starts[longer] + 8] & LOW[np.minimum(lengths[longer] - 8, 8)]
+        low[longer[lengths[longer] > KEY]] = NO_WORD
+        place = ((low ^ high * FACTORS[1]) * FACTORS[0] >> np.uint64(64 - MEMO_BITS)).astype(np.int64)
+        numbers: NDArray[np.int32] = self._memo[place]
+        new = np.flatnonzero((self._memo_low[place] != low) | (self._memo_high[place] != high))
+        words = [data[start:end] for start, end in zip(starts[new].tolist(), ends[new].tolist(), strict=True)]
+        numbers[new] = np.fromiter(map(self._numbers.__getitem__, words), np.int32, len(words))
+        new = new[lengths[new] <= KEY]
+        at = place[new]  # the last of the words that share a place stays there
+        self._memo_low[at], self._memo_high[at], self._memo[at] = low[new], high[new], numbers[new]
+        return numbers
 
     def _learn(self) -> None:
         """Finds the ids of the words that were met for the first time."""
         words = self._numbers.take_new()
         if not words:
             return
-        plain = [_is_plain(word) for word in words]
-        others = self._tokenizer.encode([word for word, here in zip(words, plain, strict=True) if not here])
-        rows = [self._find(word) if here else next(others) for word, here in zip(words, plain, strict=True)]
+        plain = list(map(bytes.isascii, words))
+        texts = [MARKS.get(word[0], word.decode()) for word in words]
+        others = self._tokenizer.encode([text for text, here in zip(texts, plain, strict=True) if not here])
+        cut = self._tokenizer.encoder.model.tokenize
+        rows = [
+            [piece.id for piece in cut(text)] if here else next(others) for text, here in zip(texts, plain, strict=True)
+        ]
         lengths = np.array([len(row) for row in rows], np.int64)
         ids = np.fromiter(chain.from_iterable(rows), self._dtype, int(lengths.sum()))
         first = np.zeros(len(ids), np.bool_)
@@ -108,51 +147,42 @@ class WordCache:
         self._ids = np.concatenate([self._ids, ids])
         self._continues = np.concatenate([self._continues, continues])
 
-    def _find(self, word: str) -> list[int]:
-        """The ids of a plain word: of its runs of letters and digits, and of the marks between them."""
-        if self._lowercase:
-            word = word.lower()
-        if word.isalnum():
-            return self._find_part(word)
-        return [id for part in _parts(word) for id in self._find_part(part)]
 
-    def _find_part(self, part: str) -> list[int]:
-        known = self._known_parts.get(part)
-        if known is None:
-            known = self._known_parts[part] = self._cut(part)
-        return known
-
-    def _cut(self, part: str) -> list[int]:
-        """WordPiece: from the left, the longest piece each time (Wu et al., "Google's NMT", 2016, section 4.1)."""
-        if len(part) > MODEL["max_input_chars_per_word"]:
-            return [self._tokenizer.specials.unk]
-        ids, vocab, start, length = [], self._heads, 0, len(part)
-        while start < length:
-            end = min(length, start + self._longest)
-            while end > start and part[start:end] not in vocab:
-                end -= 1
-            if end == start:
-                return [self._tokenizer.specials.unk]
-            ids.append(vocab[part[start:end]])
-            start, vocab = end, self._tails
-        return ids
+def _spell_marks(data: bytes) -> bytes:
+    """With the byte of MARKS and two spaces for each of them; nothing else in UTF-8 has their three bytes."""
+    spelt = np.frombuffer(bytearray(data), np.uint8)
+    at = np.flatnonzero(spelt == MARK_LEADS[0])
+    byte = MARK_BYTES[spelt[at + 2]] * (spelt[at + 1] == MARK_LEADS[1])
+    at, byte = at[byte > 0], byte[byte > 0]
+    spelt[at], spelt[at + 1], spelt[at + 2] = byte, ord(" "), ord(" ")
+    return spelt.tobytes()
 
 
-class _Numbers(dict[str, int]):
+def _find_words(data: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Start and end of each mark, and of each run of what is neither a mark nor a space; one is at either end."""
+    classes = np.frombuffer(data.translate(CLASSES), np.uint8)
+    run, starts = classes == RUN, classes == MARK
+    ends = starts.copy()
+    starts[1:] |= run[1:] > run[:-1]
+    ends[:-1] |= run[:-1] > run[1:]
+    return np.flatnonzero(starts), np.flatnonzero(ends) + 1
+
+
+class _Numbers(dict[bytes, int]):
     """Numbers the words in the order in which they are met."""
 
     characters = 0
 
-    def __init__(self, known: dict[str, int]) -> None:
+    def __init__(self, known: dict[bytes, int]) -> None:
         super().__init__(known)
-        self._new: list[str] = []
+        self._new: list[bytes] = []
 
-    def __missing__(self, word: str) -> int:
+    def __missing__(self, word: bytes) -> int:
         number = self[word] = len(self)
         self._new.append(word)
         return number
 
-    def take_new(self) -> list[str]:
+    def take_new(self) -> list[bytes]:
         new, self._new = self._new, []
         self.characters += sum(map(len, new))
         return new

@@ -1,6 +1,6 @@
 """Worker processes, of one machine or of MPI: results in the order of the work, and death is an error.
 
-    python -m data_prep build …                              processes of this machine
+    python -m data_prep build …                              processes of this machine; for one, this process itself
     mpirun -n K python -m mpi4py -m data_prep build …        rank 0 coordinates, K - 1 ranks work
 
 The ranks may be on any number of nodes that share the output folder; only rank 0 reads the input. A rank that is
@@ -12,7 +12,6 @@ looks for work, so there may be as many working ranks as cores, and rank 0 besid
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,19 +19,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from data_prep.errors import KilledError
 
-if TYPE_CHECKING:  # nothing of MPI is loaded without need
+if TYPE_CHECKING:  # nothing of MPI or of other processes is loaded without need
+    from concurrent.futures import Executor, Future
+
     from mpi4py.MPI import Intracomm
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
+THREADS = "TOKENIZERS_PARALLELISM"  # the tokenizer reads it before it starts threads; the processes are the parallelism
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # in which launchers of MPI tell the ranks' number
 RUNNER = "mpi4py.run"  # loaded by -m mpi4py
 BAD_LAUNCH = 2  # exit code
@@ -53,14 +54,19 @@ class Stopped(KeyboardInterrupt):
 class Workers:
     """Processes that wait for work, on this machine or on others."""
 
-    pool: Executor
-    ahead: int  # tasks given out before their turn: bounds what waits in memory
+    pool: Executor | None = None  # None: this process does the work
+    ahead: int = 0  # tasks given out before their turn: bounds what waits in memory
 
     def map(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """``work`` of each task, in order. Raises what ``work`` raises, and KilledError if a worker dies.
 
         ``work`` is a function of a module, or a ``partial`` of one; tasks, results and errors travel pickled.
         """
+        if self.pool is None:
+            yield from map(work, tasks)
+            return
+        from concurrent.futures import BrokenExecutor
+
         pending: deque[Future[Result]] = deque()
         try:
             for task in tasks:
@@ -82,11 +88,16 @@ class Workers:
 def start_workers(processes: int) -> Iterator[Workers]:
     """Workers for the length of a ``with`` block: ``processes`` new ones, or the other ranks where MPI has some.
 
+    In place of one new process this one works: that saves its start, and the way of all data there and back.
     Waits for running tasks when the block ends, also when it raises an Exception; not after Ctrl-C and `Stopped`.
     Under MPI only rank 0 may get here, which `on_ranks` sees to.
     """
     world = _world()
-    with _start_processes(processes) if world is None else _call_ranks(world) as workers:
+    if world is not None:
+        started = _call_ranks(world)
+    else:
+        started = _start_processes(processes) if processes > 1 else _work_here()
+    with started as workers:
         yield workers
 
 
@@ -200,8 +211,22 @@ def _span(seconds: float, digits: int) -> str:
 
 
 @contextmanager
+def _work_here() -> Iterator[Workers]:
+    told = {name: value for name, value in os.environ.items() if name == THREADS}
+    os.environ[THREADS] = "false"
+    try:
+        yield Workers()
+    finally:
+        del os.environ[THREADS]
+        os.environ.update(told)
+
+
+@contextmanager
 def _start_processes(processes: int) -> Iterator[Workers]:
     """Spawned processes: a fork would copy the tokenizer's locks in whatever state they are."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _prepare_process)
     try:
@@ -226,7 +251,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _prepare() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ[THREADS] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever was inherited
 
@@ -238,6 +263,8 @@ def _prepare_process() -> None:
 
 def _follow_parent() -> None:
     """Ends the worker with its parent, also when that is killed and can't say so."""
+    import multiprocessing
+
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

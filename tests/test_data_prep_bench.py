@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from corpora import write_corpus
 
-from data_prep.bench import main
+from data_prep.bench import TENSORFLOW, main
 from data_prep.errors import DataError
 from data_prep.watch import memory, run
 
@@ -51,7 +51,7 @@ def main(_):
                 example = tf.train.Example(features=tf.train.Features(feature={"a": whole, "b": share}))
                 writer.write(example.SerializeToString())
     writer.close()
-    tf.logging.info("Wrote %d", 1)
+    tf.logging.info("Wrote %d total instances", 7)
 
 
 if __name__ == "__main__":
@@ -96,11 +96,20 @@ def test_rates_and_memory_are_measured(
 
 def test_google_is_measured_with_our_settings(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     checkout = tmp_path / "bert"
-    checkout.mkdir()
+    real = tmp_path / "real" / "tensorflow" / "compat"
+    for folder in (checkout, real):
+        folder.mkdir(parents=True)
     (checkout / "create_pretraining_data.py").write_text(SCRIPT)
-    rows = measure(inputs, tmp_path, "--only", "google", "--google", str(checkout))["google"]
-    assert [row["unit"] for row in rows] == ["MB/s"] * 2 and all(float(row["value"]) > 0 for row in rows)
-    assert " samples" in str(rows[0]["note"]) and " 0 samples" not in str(rows[0]["note"])
+    (real / "v1.py").write_text(f"{TENSORFLOW}print('the real one')\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "real"} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    more = ["--google", str(checkout), "--tensorflow", str(python)]
+    rows = measure(inputs, tmp_path, "--only", "google", *more)["google"]
+    assert [row["unit"] for row in rows] == ["MB/s"] * 3 and all(float(row["value"]) > 0 for row in rows)
+    names = [str(row["name"]).removeprefix("Google's script, ") for row in rows]
+    assert names == ["the whole build, one core", "a stand-in for TensorFlow", "the real TensorFlow"]
+    assert all(", 7 samples; the build is " in str(row["note"]) for row in rows[1:])
 
 
 def test_all_ways_to_build_make_the_same(inputs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -141,6 +150,6 @@ def test_a_command_is_watched(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     code = "import os, time; held = bytearray(b'x') * 50_000_000; time.sleep(0.5); print(os.sched_getaffinity(0))"
     done = run([sys.executable, "-c", code], tmp_path, dict(os.environ), core, look=True)
-    assert done.output == str({core}) and done.seconds >= 0.5 and done.anonymous > 50_000_000
+    assert done.output == str({core}) and done.seconds >= 0.5 > done.cpu > 0 and done.anonymous > 50_000_000
     with pytest.raises(DataError, match="exit code 3 of .*: at last"):
         run([sys.executable, "-c", "import sys; print('first\\nat last'); sys.exit(3)"], tmp_path, dict(os.environ))

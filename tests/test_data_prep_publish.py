@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import sys
@@ -49,6 +50,8 @@ class Flaky(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
             case "forbid":
                 Path(target).unlink()
                 raise PermissionError("not yours")
+            case "full":
+                raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +216,12 @@ def test_what_fails_for_a_while_is_sent_again(whole: Path, tmp_path: Path, flaky
         publish(whole, f"flaky://{tmp_path}/there", 1)
 
 
+def test_a_full_place_is_not_tried_again(whole: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
+    flaky.faults += ["full"]  # another attempt would do
+    with pytest.raises(DataError, match="No space left on device; check the URL, your credentials, rights and room"):
+        publish(whole, f"flaky://{tmp_path}/there", 1)
+
+
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
@@ -238,7 +247,7 @@ def test_missing_credentials_cost_one_line(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
-    with pytest.raises(DataError, match="no credentials") as raised:
+    with pytest.raises(DataError, match="NoCredentialsError: .*; check the URL, your credentials") as raised:
         publish(whole, f"s3://{BUCKET}/set", 1)
     assert "\n" not in str(raised.value)
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import write_tokenizer
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_prep import words
+from data_prep import words as words_module
 from data_prep.cleaning import clean
 from data_prep.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data_prep.words import WordCache
 
 TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9|9 ^ ~"] * 5
 U2 = np.dtype("<u2")
-ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("aAé中喜 \u0301\u0345|,.#'İß")))
+ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("aAé中喜 \u0301\u0345|,.#'İß”…—")))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["cased", "uncased"])
@@ -25,6 +25,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return train_tokenizer(TEXT, 150, cased=request.param)
 
 
+@example(sentences=["⁔ — x⁔"])  # two that differ in the middle of three bytes
 @given(sentences=st.lists(ANY_TEXT, max_size=8))
 def test_ids_are_the_tokenizers_own(tokenizer: Tokenizer, sentences: list[str]) -> None:
     cleaned = [clean(sentence)[0] for sentence in sentences]
@@ -39,7 +40,7 @@ def test_ids_are_the_tokenizers_own(tokenizer: Tokenizer, sentences: list[str]) 
 def test_a_full_cache_starts_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = WordCache(tokenizer, U2, given_words=False)
     whole = [cache.encode([text]).ids.tolist() for text in TEXT]
-    monkeypatch.setattr(words, "MOST_CHARACTERS", 20)
+    monkeypatch.setattr(words_module, "MOST_CHARACTERS", 20)
     small = WordCache(tokenizer, U2, given_words=False)
     assert [small.encode([text]).ids.tolist() for text in TEXT] == whole
     assert small.characters < cache.characters
@@ -52,6 +53,18 @@ def test_plain_words_are_cut_as_the_tokenizer_does(tokenizer: Tokenizer, words: 
     assert encoded.ids.tolist() == [id for ids in tokenizer.encode(text) for id in ids]
 
 
+@pytest.mark.parametrize("memo_bits", [0, 1, 18])
+@given(words=st.lists(st.integers(1, 19).flatmap(lambda n: st.text(st.sampled_from("abé喜"), min_size=n, max_size=n))))
+def test_words_that_differ_anywhere_are_told_apart(tokenizer: Tokenizer, memo_bits: int, words: list[str]) -> None:
+    """Up to 16 bytes are compared as numbers, more as a string; with a small memo, words drive each other out."""
+    text = [" ".join(words), " ".join(reversed(words)), " ".join(word[:-1] + "c" for word in words)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words_module, "MEMO_BITS", memo_bits)
+        cache = WordCache(tokenizer, U2, given_words=False)
+        for _ in range(2):
+            assert cache.encode(text).ids.tolist() == [id for ids in tokenizer.encode(text) for id in ids]
+
+
 def test_pieces_of_a_word_continue_it(tmp_path: Path) -> None:
     loaded = load_tokenizer(write_tokenizer(tmp_path / "t", ["play", "##ing", ",", "我", "喜", "欢", "x"]))
 
@@ -61,3 +74,4 @@ def test_pieces_of_a_word_continue_it(tmp_path: Path) -> None:
     assert continues("playing, play", False) == [0, 1, 0, 0] * 2
     assert continues("我 喜欢 x喜欢", False) == [0] * 6 * 2
     assert continues("我 喜欢 x喜欢", True) == [0, 0, 1, 0, 0, 1] * 2
+    assert continues("喜欢,喜欢 playing喜", True) == [0, 1, 0, 0, 1, 0, 1, 0] * 2

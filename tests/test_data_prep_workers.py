@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from mpi_command import TASKS, fill, refuse, square
+from mpi_command import TASKS, crash, fill, refuse, square
 from ranks import ROOT
 
 from data_prep.errors import DataError, KilledError
@@ -111,6 +111,20 @@ def test_results_come_in_the_order_of_the_tasks() -> None:
         assert next(results)[0] == 0
         assert len(drawn) <= pool.ahead + 1 < TASKS  # a corpus does not wait in memory
         assert [number for number, _, _ in results] == [number**2 for number in range(1, TASKS)]
+
+
+def test_one_process_works_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    with start_workers(1) as pool:
+        results = pool.map(square, iter(range(3)))
+        assert [next(results) for _ in range(3)] == [(number**2, os.getpid(), "false") for number in range(3)]
+        with pytest.raises(DataError, match="^bad line 5$"):
+            list(pool.map(refuse, range(TASKS)))
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    with pytest.raises(ZeroDivisionError), start_workers(1) as pool:
+        list(pool.map(crash, [0]))
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_an_error_travels_with_all_that_it_says() -> None:
