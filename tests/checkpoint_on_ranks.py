@@ -1,4 +1,4 @@
-"""Run by test_trainer_checkpoint.py and test_trainer_weights.py on each rank: train, save, restore.
+"""Run by test_trainer_checkpoint.py, test_trainer_weights.py and test_gpu.py on each rank: train, save, restore.
 
     python tests/checkpoint_on_ranks.py ROOT ZERO_STAGE STEPS [key=value …]
 
@@ -6,7 +6,8 @@ Restores the newest checkpoint under ROOT if there is one, or starts from ``weig
 saves ``every=N`` of them and the last; writes the losses of its steps to ROOT/losses-<first step>.json on rank 0
 and prints what became of each save. ``asynchronous=false``: saves hold training up. ``full=RANK:FIRST:LAST,…``:
 the disk of one rank takes no file of more than 10 kB while these steps are saved. ``slow=SECONDS``: the
-publication of a checkpoint takes so long. ``timeout=SECONDS``: a collective may take no longer.
+publication of a checkpoint takes so long. ``timeout=SECONDS``: a collective may take no longer. ``device=cuda`` and
+``precision=fp16``: in this, the loss scale doubles every other step, from 2^10 on.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer import checkpoint, saving, weights
 from trainer.checkpoint import CheckpointConfig
 from trainer.engine import Engine, EngineConfig
 from trainer.errors import TrainerError
+from trainer.loss_scale import LossScale
 from trainer.optimizer import OptimizerConfig
 from trainer.world import World, from_launcher, join, leave, together
 
@@ -34,9 +36,17 @@ from trainer.world import World, from_launcher, join, leave, together
 def main() -> None:
     root, stage, steps = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     options = dict(option.split("=", 1) for option in sys.argv[4:])
-    world = from_launcher("cpu")
+    world = from_launcher(options.get("device", "cpu"))
     join(world, 60)
-    engine = Engine(EngineConfig(zero_stage=stage, precision="fp32"), tiny.MODEL, OptimizerConfig(), world, seed=3)  # type: ignore[arg-type]
+    if world.device.type == "cpu":
+        tiny.allow_fp16_on_cpus()
+    made = EngineConfig(
+        zero_stage=stage,  # type: ignore[arg-type]
+        precision=options.get("precision", "fp32"),  # type: ignore[arg-type]
+        initial_loss_scale=2.0**10,
+        loss_scale_growth_interval=2,
+    )
+    engine = Engine(made, tiny.MODEL, OptimizerConfig(), world, seed=3)
     slow_down(float(options.get("slow", 0)), int(options.get("timeout", 60)))
     config = CheckpointConfig(asynchronous=options.get("asynchronous") != "false")
     saver = saving.Saver(root, config, engine.optimizer, world)
@@ -81,6 +91,7 @@ def restore(root: Path, engine: Engine, world: World, path: str | None) -> int:
     if found is not None:
         together(lambda: checkpoint.verify(found, world.rank, world.size), world)
         together(lambda: checkpoint.restore(found, engine.optimizer), world)
+        engine.loss_scale = LossScale(**found.record["loss_scale"])
     elif path is not None:
         together(lambda: weights.start_from(Path(path), tiny.MODEL, engine.optimizer, print), world)
     engine.refresh_weights()
@@ -93,6 +104,7 @@ def save(saver: saving.Saver, step: int, engine: Engine, full: str | None, world
     limited = any(world.rank == rank and first <= step <= last for rank, first, last in times)
     model = {"model": asdict(tiny.MODEL)}
     record = {"step": step, "optimizer": {"steps": engine.optimizer.steps}, "config": model}
+    record |= {"loss_scale": asdict(engine.loss_scale)}
     tell(saver.finish(), world)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if limited else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     tell(saver.save(step, record), world)

@@ -1,20 +1,28 @@
-"""Run by test_trainer_engine.py on each rank: steps of the engine over one global batch, cut as asked.
+"""Run by test_trainer_engine.py and test_gpu.py on each rank: steps of the engine over one global batch, cut as asked.
 
-python tests/engine_on_ranks.py OUT ZERO_STAGE MICRO_BATCHES STEPS OPTIMIZER [DEVICE PRECISION [LOSS_SCALE]]
+    python tests/engine_on_ranks.py OUT ZERO_STAGE MICRO_BATCHES STEPS [key=value …]
+
+``batch=16``: samples of a step. ``scales=1,256``: the loss scales of the steps, over and over; by default the engine's
+own, from ``scale`` on, that grows after ``growth`` steps. ``poison=RANK:STEP``: that rank overflows in it.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+import trainer.engine
 from data_prep.draws import bits
 from data_prep.shards import Sample
 from trainer.batch import GlobalCounts, MicroBatch
+from trainer.checkpoint import flat_tensors
 from trainer.engine import Engine, EngineConfig
+from trainer.evaluate import evaluate
 from trainer.loader import collate, filler
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
@@ -24,7 +32,14 @@ from trainer.world import from_launcher, join, leave
 MODEL = ModelConfig(
     layers=2, hidden=32, heads=2, intermediate=64, max_positions=64, vocab_size=90, dropout=0.1, attention_dropout=0.1
 )
-BATCH = 16
+DEFAULTS = {
+    "optimizer": "lamb",
+    "device": "cpu",
+    "precision": "fp32",
+    "batch": "16",
+    "scale": "65536",
+    "growth": "1000",
+}
 
 
 def sample(number: int) -> Sample:
@@ -38,52 +53,87 @@ def sample(number: int) -> Sample:
     return Sample(ids, split, int(draw[192] % 2), positions, replacements, np.zeros(length, np.bool_))
 
 
-def cut(step: int, rank: int, size: int, micro_batches: int) -> tuple[list[MicroBatch], GlobalCounts]:
+def cut(step: int, rank: int, size: int, micro_batches: int, batch: int = 16) -> tuple[list[MicroBatch], GlobalCounts]:
     """This rank's micro-batches of the global batch of ``step``, and the counts of all of it."""
-    samples = [sample(step * BATCH + i) for i in range(BATCH)]
+    samples = [sample(step * batch + i) for i in range(batch)]
     lengths = np.array([len(s.ids) for s in samples])
     targets = sum(len(s.positions) for s in samples)
     parts = deal(lengths, size * micro_batches)[rank * micro_batches :][:micro_batches]
-    batches = [collate([samples[i] for i in p], step * BATCH + p) if len(p) else filler(2, 3) for p in parts]
-    return batches, GlobalCounts(targets, BATCH, int(lengths.sum()), int((lengths**2).sum()))
+    batches = [collate([samples[i] for i in p], step * batch + p) if len(p) else filler(2, 3) for p in parts]
+    return batches, GlobalCounts(targets, batch, int(lengths.sum()), int((lengths**2).sum()))
 
 
-def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    """What the first step's gradients were, whole and flat by name, up to the factor 1 - β₁: its first moments."""
-    assert engine.optimizer.partition is not None
+def heldout(rank: int, size: int) -> Iterator[MicroBatch]:
+    """This rank's share of seven samples, one by one: more on some ranks than on others."""
+    return (collate([sample(number)], np.array([number])) for number in range(10_000 + rank, 10_007, size))
+
+
+def whole(engine: Engine, kind: str) -> dict[str, torch.Tensor]:
+    """The masters ("weight") or a moment, by name, put together from all ranks; all of them call it."""
     own = [
-        (part.name, part.start, engine.optimizer.moments(buffer)["exp_avg"][part.offset :][: part.length].cpu())
-        for buffer in engine.optimizer.partition.buffers
+        (part.name, part.start, flat_tensors(engine.optimizer, buffer)[kind][part.offset :][: part.length].cpu())
+        for buffer in engine.partition.buffers
         for part in buffer.slices
     ]
     told: list[list[tuple[str, int, torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(told, own)
-    whole = {name: torch.zeros(shape.numel()) for name, shape in engine.optimizer.partition.shapes.items()}
+    tensors = {name: torch.full(shape, torch.nan) for name, shape in engine.partition.shapes.items()}
     for name, start, piece in (part for parts in told for part in parts):
-        whole[name][start : start + len(piece)] = piece
-    return whole
+        tensors[name].view(-1)[start : start + len(piece)] = piece
+    return tensors
+
+
+def allow_fp16_on_cpus() -> None:
+    """PyTorch computes in fp16 on CPUs, slowly; it is Lambert and DeepSpeed that refuse it there."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    trainer.engine.resolve_precision = lambda config, device: config.precision
 
 
 def main() -> None:
-    out, stage, micro_batches, steps, optimizer = sys.argv[1:6]
-    device, precision, scale = (*sys.argv[6:], *("cpu", "fp32", "65536")[len(sys.argv) - 6 :])
-    world = from_launcher(device)
+    out, stage, micro_batches, steps = sys.argv[1:5]
+    options = DEFAULTS | dict(option.split("=", 1) for option in sys.argv[5:])
+    world = from_launcher(options["device"])
     join(world, 60)
-    config = EngineConfig(int(stage), precision, float(scale))  # type: ignore[arg-type]
-    engine = Engine(config, MODEL, OptimizerConfig(name=optimizer), world, seed=3)  # type: ignore[arg-type]
-    norms, losses, gradients = [], [], dict[str, torch.Tensor]()
+    if options["device"] == "cpu":
+        allow_fp16_on_cpus()
+    config = EngineConfig(
+        zero_stage=int(stage),  # type: ignore[arg-type]
+        precision=options["precision"],  # type: ignore[arg-type]
+        initial_loss_scale=float(options["scale"]),
+        loss_scale_growth_interval=int(options["growth"]),
+    )
+    engine = Engine(config, MODEL, OptimizerConfig(name=options["optimizer"]), world, seed=3)  # type: ignore[arg-type]
+    scales = [float(scale) for scale in options["scales"].split(",")] if "scales" in options else []
+    poisoned = (
+        [tuple(map(int, part.split(":"))) for part in options["poison"].split(",")] if "poison" in options else []
+    )
+    told: dict[str, list[float]] = {name: [] for name in ("losses", "norms", "heldout", "applied", "scales")}
+    start, gradients = whole(engine, "weight"), dict[str, torch.Tensor]()
     for step in range(int(steps)):
-        batches, counts = cut(step, world.rank, world.size, int(micro_batches))
+        batches, counts = cut(step, world.rank, world.size, int(micro_batches), int(options["batch"]))
+        if scales:
+            engine.loss_scale = replace(engine.loss_scale, scale=scales[step % len(scales)])
+        overflows = (world.rank, step) in poisoned
+        hooks = [p.register_hook(lambda g: g + torch.inf) for p in [engine.model.mlm_bias] if overflows]  # type: ignore[no-untyped-call]
         result = engine.step(batches, counts, step, 1e-3)
+        for hook in hooks:
+            hook.remove()
         sums = result.sums.clone()
         dist.all_reduce(sums)
-        losses.append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
-        norms.append(float(result.gradient_norm))
-        if step == 0:
-            gradients = first_gradients(engine)
+        told["losses"].append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
+        told["norms"].append(float(result.gradient_norm))
+        told["applied"].append(result.applied)
+        told["scales"].append(result.loss_scale)
+        figures = evaluate(engine.model, heldout(world.rank, world.size), world.device, engine.gathers)
+        told["heldout"].append(figures["mlm_loss"])
+        if step == 0:  # the first moments, up to the factor 1 - β₁
+            gradients = whole(engine, "exp_avg")
+    weights = whole(engine, "weight")
     if world.is_main:
-        weights = {name: p.detach().float().cpu() for name, p in engine.model.named_parameters()}
-        torch.save({"losses": losses, "norms": norms, "weights": weights, "gradients": gradients}, out)
+        steps_taken = {"steps": engine.optimizer.steps}
+        torch.save({**told, **steps_taken, "start": start, "weights": weights, "gradients": gradients}, out)
     leave(0)
 
 

@@ -31,8 +31,8 @@ FULL = "File too large"  # what a file meets at its size limit, as it would a fu
 
 
 def train(root: Path, size: int, stage: int, steps: int, *options: str) -> list[tuple[int, str]]:
-    script = "tests/checkpoint_on_ranks.py"
-    return ranks.finish(ranks.fork(size, script, str(root), str(stage), str(steps), *options))
+    start = ranks.start if "device=cuda" in options else ranks.fork  # CUDA does not survive a fork
+    return ranks.finish(start(size, "tests/checkpoint_on_ranks.py", str(root), str(stage), str(steps), *options))
 
 
 def losses(root: Path, first: int) -> list[float]:
@@ -69,10 +69,29 @@ def test_same_ranks_go_on_bit_for_bit_and_both_ways_of_saving_write_the_same_byt
     assert (half / "latest").read_text() == "step-00000006\n"
 
 
+def test_a_run_in_fp16_goes_on_bit_for_bit_under_zero_3_while_its_loss_scale_moves(tmp_path: Path) -> None:
+    straight, halves = tmp_path / "straight", tmp_path / "halves"
+    for root, parts in ((straight, (6,)), (halves, (3, 3))):
+        root.mkdir()
+        for steps in parts:
+            ended = train(root, 2, 3, steps, "precision=fp16")
+            assert [code for code, _ in ended] == [0, 0], ended
+    assert losses(halves, 0) + losses(halves, 3) == losses(straight, 0)
+    assert contents(halves / "step-00000006") == contents(straight / "step-00000006")
+    assert checkpoint.read(halves / "step-00000006").record["loss_scale"]["scale"] == 2.0**13
+
+
 @pytest.mark.parametrize(("size", "stage"), [(1, 1), (3, 2), (1, 0)])
 def test_other_ranks_and_stages_go_on_within_rounding(saved: Path, half: Path, size: int, stage: int) -> None:
     assert {code for code, _ in train(half, size, stage, 3)} == {0}
     assert losses(half, 3) == pytest.approx(losses(saved / "straight", 0)[3:], rel=1e-6)
+
+
+def test_a_run_moves_from_stage_1_on_two_ranks_to_3_on_three_to_2_on_one(saved: Path, half: Path) -> None:
+    """Weights that are read back under ZeRO 3 reach the shards that forward gathers."""
+    assert {code for code, _ in train(half, 3, 3, 2)} == {0}
+    assert {code for code, _ in train(half, 1, 2, 1)} == {0}
+    assert losses(half, 3) + losses(half, 5) == pytest.approx(losses(saved / "straight", 0)[3:], rel=1e-6)
 
 
 def test_parts_make_whole_tensors_of_the_models_shapes(half: Path) -> None:

@@ -42,14 +42,15 @@ def test_a_number_may_be_written_as_people_write_it(tmp_path: Path) -> None:
 
 def test_all_mistakes_are_told_at_once_each_with_its_remedy(tmp_path: Path) -> None:
     text = MINIMAL.replace("folder: runs/r", "folder: runs/r, sed: 3").replace("global_batch: 10, ", "") + (
-        "optimizer: {name: sgd}\nengine: {zero_stage: 1, precision: bf16}\n"
+        "optimizer: {name: sgd}\nengine: {zero_stage: 0, precision: bf16}\n"
     )
     found = problems(tmp_path, text=text)
     assert len(found) == 4
     assert found[0] == "run.sed: unknown key; did you mean seed?"
     assert found[1] == "phases.0.global_batch, micro_batch, accumulation: state exactly two of them; the third follows"
     assert found[2] == "optimizer.name: 'sgd' is not one of lamb, adam"
-    assert found[3].startswith("engine.precision bf16") and found[3].endswith("set zero_stage to 2")
+    assert found[3].startswith("engine.precision bf16 does not run at zero_stage 0")
+    assert "set zero_stage to 1, 2 or 3" in found[3]
 
 
 def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
@@ -72,8 +73,8 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("phases.0.power=.nan", "phases.0.power: expected a number, found float nan"),
         ("optimizer.weight_decay=nan", "optimizer.weight_decay: expected a number, found str 'nan'"),
         ("engine.initial_loss_scale=1e999", "engine.initial_loss_scale: expected a number, found str '1e999'"),
-        ("engine.zero_stage=true", "engine.zero_stage: True is not one of 0, 1, 2"),
-        ("engine.zero_stage=7", "engine.zero_stage: 7 is not one of 0, 1, 2"),
+        ("engine.zero_stage=true", "engine.zero_stage: True is not one of 0, 1, 2, 3"),
+        ("engine.zero_stage=7", "engine.zero_stage: 7 is not one of 0, 1, 2, 3"),
         ("run.name=", "run.name: expected a text, found nothing"),
         ("run.seed=-1", "run.seed is -1: must lie between 0 and 2^63 - 1"),
         ("run.seed=9223372036854775808", "run.seed is 9223372036854775808: must lie between 0 and 2^63 - 1"),

@@ -99,28 +99,24 @@ def test_held_out_pairs_of_another_task_are_refused(
 # ---- new masks -----------------------------------------------------------------------------------------------
 
 
-def test_new_masks_are_drawn_as_the_data_set_says(tiny_shards: Path, tiny_model: ModelConfig) -> None:
-    dynamic = phase(tiny_shards, heldout=str(tiny_shards), masks="dynamic")
+@pytest.mark.parametrize("unit", ["token", "word", "ngram", "span"])
+def test_new_masks_are_drawn_as_the_data_set_says(own_shards: Path, tiny_model: ModelConfig, unit: str) -> None:
+    if unit != "token":
+        rewrite(own_shards, '"masking": "token"', f'"masking": "{unit}"')
+    dynamic = phase(own_shards, heldout=str(own_shards), masks="dynamic")
     [data] = open_phases(config(tiny_model, dynamic), WORLD)
     assert data.loader.masks is not None and data.heldout is not None and data.heldout.masks is None
-    settings = load_manifest(tiny_shards).settings
+    settings = load_manifest(own_shards).settings
     masking = data.loader.masks.masking
-    assert (masking.unit, masking.share) == ("token", settings.masked_share)
+    assert (masking.unit, masking.share) == (unit, settings.masked_share)
     assert masking.most == settings.max_predictions
     never = np.flatnonzero(~data.loader.masks.vocabulary.is_ordinary).tolist()
-    assert never == sorted(load_tokenizer(tiny_shards / "tokenizer").never)
-    data.loader.read(data.order, 0, 10, 2)  # refuses masks of another number
+    assert never == sorted(load_tokenizer(own_shards / "tokenizer").never)
+    counts = data.loader.read(data.order, 0, 10, 2).counts  # refuses masks of another number than it knows
+    assert data.loader.masks.keeps_counts == (unit == "token") and counts.targets > 0
     other = config(tiny_model, dynamic)
     [again] = open_phases(replace(other, run=replace(other.run, seed=5)), WORLD)
     assert again.loader.masks is not None and again.loader.masks.seed != data.loader.masks.seed
-
-
-def test_new_masks_of_words_are_refused(own_shards: Path, tiny_model: ModelConfig) -> None:
-    rewrite(own_shards, '"masking": "token"', '"masking": "word"')
-    open_phases(config(tiny_model, phase(own_shards)), WORLD)
-    [line] = problems(tiny_model, phase(own_shards, masks="dynamic"))
-    assert line.startswith("phases.0.train: masks is dynamic but its samples are masked by word")
-    assert line.endswith("set masks to static and build with more --duplicates, or build with --masking token")
 
 
 def test_new_masks_need_the_data_sets_own_tokenizer(

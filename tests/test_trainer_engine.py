@@ -3,63 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
 import torch
+from engine_on_ranks import MODEL
 
 from trainer.engine import EngineConfig, deepspeed_config, resolve_precision
 from trainer.errors import TrainerError
+from trainer.model import Bert
 
 # (ranks, ZeRO stage, micro-batches a rank): the same 16 pairs of very different lengths and mask counts,
-# dropout 0.1, in 1 to 16 parts; 3 x 16 has empty parts
-CUTS = [(1, 0, 2), (1, 2, 4), (2, 1, 1), (2, 0, 2), (2, 2, 4), (4, 2, 1), (4, 1, 2), (4, 0, 4), (3, 2, 5), (3, 1, 16)]
+# dropout 0.1, in 1 to 16 parts; 3 x 16 and 3 x 6 have empty parts
+CUTS = [(1, 0, 2), (1, 2, 4), (1, 3, 1), (2, 1, 1), (2, 0, 2), (2, 2, 4), (2, 3, 4), (4, 2, 1), (4, 1, 2), (4, 3, 2)]
+CUTS += [(4, 0, 4), (3, 2, 5), (3, 1, 16), (3, 3, 6)]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four steps of LAMB over the batch in one piece, on one rank under ZeRO 1."""
     return steps(tmp_path_factory.mktemp("whole"), 1, 1, 1)
 
 
-def steps(
-    folder: Path, size: int, stage: int, micro_batches: int, optimizer: str = "lamb", *rest: str
-) -> dict[str, object]:
-    """First gradients, and losses, norms and weights of four steps; ``rest`` is device, precision and loss scale."""
-    out = folder / "out.pt"
-    start = ranks.start if "cuda" in rest else ranks.fork  # CUDA does not survive a fork
-    script = "tests/engine_on_ranks.py"
-    ended = ranks.finish(start(size, script, str(out), str(stage), str(micro_batches), "4", optimizer, *rest))
+def run(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4, **options: str) -> list[str]:
+    """The output of each rank of tests/engine_on_ranks.py, whose OUT is ``folder``/out.pt, if all ended well."""
+    start = ranks.start if options.get("device") == "cuda" else ranks.fork  # CUDA does not survive a fork
+    arguments = [str(folder / "out.pt"), str(stage), str(micro_batches), str(count)]
+    given = [f"{key}={value}" for key, value in options.items()]
+    ended = ranks.finish(start(size, "tests/engine_on_ranks.py", *arguments, *given))
     assert {code for code, _ in ended} == {0}, "\n".join(output for _, output in ended)
-    loaded: dict[str, object] = torch.load(out, weights_only=True)
+    return [output for _, output in ended]
+
+
+def steps(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4, **options: str) -> dict[str, Any]:
+    """What some steps gave; see tests/engine_on_ranks.py."""
+    run(folder, size, stage, micro_batches, count, **options)
+    loaded: dict[str, Any] = torch.load(folder / "out.pt", weights_only=True)
     return loaded
 
 
 @pytest.mark.parametrize(("size", "stage", "micro_batches"), CUTS)
 def test_any_cut_takes_the_same_steps(
-    whole: dict[str, object], tmp_path: Path, size: int, stage: int, micro_batches: int
+    whole: dict[str, Any], tmp_path: Path, size: int, stage: int, micro_batches: int
 ) -> None:
-    """The first gradients, and losses, gradient norms and weights of four steps, agree within fp32 rounding."""
+    """The first gradients, and losses (held-out ones, too), norms and weights of four steps, agree within rounding."""
     cut = steps(tmp_path, size, stage, micro_batches)
-    for name in ("losses", "norms"):
+    for name in ("losses", "norms", "heldout"):
         assert cut[name] == pytest.approx(whole[name], rel=2e-6), name
     assert largest_difference(cut["weights"], whole["weights"]) < 2e-6
     assert largest_difference(cut["gradients"], whole["gradients"]) < 1e-5  # nsp_bias: 16 pairs that nearly cancel
 
 
-def test_lamb_and_adam_differ(whole: dict[str, object], tmp_path: Path) -> None:
+def test_lamb_and_adam_differ(whole: dict[str, Any], tmp_path: Path) -> None:
     """The comparison above can tell optimizers apart."""
-    adam = steps(tmp_path, 1, 1, 1, "adam")
+    adam = steps(tmp_path, 1, 1, 1, optimizer="adam")
     assert largest_difference(adam["weights"], whole["weights"]) > 1e-3
 
 
-def largest_difference(ours: object, theirs: object) -> float:
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """Over tensors: ‖ours - theirs‖ / ‖theirs‖.
 
     The key bias is left out: its gradient is zero in exact arithmetic, and the optimizers normalise its
     rounding noise.
     """
-    assert isinstance(ours, dict) and isinstance(theirs, dict)
     worst = 0.0
     for name, tensor in theirs.items():
         other = ours[name]
@@ -68,6 +75,74 @@ def largest_difference(ours: object, theirs: object) -> float:
             tensor, other = torch.cat([query[0], value[2]]), torch.cat([other.chunk(3)[0], other.chunk(3)[2]])
         worst = max(worst, float((tensor - other).norm() / tensor.norm().clamp(min=1e-6)))
     return worst
+
+
+# ---- precision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+def test_the_loss_scale_is_no_part_of_the_step(tmp_path: Path, stage: int, precision: str) -> None:
+    """2^0, 2^8 and 2^16, one after the other: bit for bit the gradients, norms and weights of 2^0 alone."""
+    plain, scaled = (steps(tmp_path, 2, stage, 2, precision=precision, scales=s) for s in ("1", "1,256,65536"))
+    assert scaled["scales"] == [1, 256, 65536, 1]
+    assert all(scaled[name] == plain[name] for name in ("losses", "norms", "heldout", "steps"))
+    for kind in ("gradients", "weights"):
+        assert all(torch.equal(scaled[kind][name], tensor) for name, tensor in plain[kind].items())
+    drawn = Bert(MODEL, seed=3).state_dict()  # DeepSpeed has changed no weight, and taken no step
+    assert all(torch.equal(plain["start"][name], drawn[name]) for name in drawn) and plain["steps"] == 4
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
+    """The gradients of a batch of 64 in one piece, by precision."""
+    folder = tmp_path_factory.mktemp("large")
+    return {p: steps(folder, 1, 2, 1, 1, batch="64", precision=p)["gradients"] for p in ("fp32", "bf16")}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_of_micro_batches_add_up_in_fp32(
+    large: dict[str, dict[str, torch.Tensor]], tmp_path: Path, stage: int
+) -> None:
+    """64 micro-batches in bf16 err no more than one large one does; added up in bf16, they err twice as much."""
+    cut = steps(tmp_path, 2, stage, 32, 1, batch="64", precision="bf16")["gradients"]
+    small, one = (mean_difference(ours, large["fp32"]) for ours in (cut, large["bf16"]))
+    assert 1e-3 < one and small < 1.1 * one
+
+
+def mean_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Over tensors: ‖ours - theirs‖ / ‖theirs‖, without the key bias."""
+    return float(torch.tensor([largest_difference({n: ours[n]}, {n: theirs[n]}) for n in theirs]).mean())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, stage: int) -> None:
+    """fp16 on CPUs. The scale then halves, and after two good steps doubles, without a trace in the norms."""
+    options = {"precision": "fp16", "scale": "1024", "growth": "2"}
+    told = steps(tmp_path, 2, stage, 2, 5, **options, poison="0:1")
+    assert told["applied"] == [True, False, True, True, True] and told["steps"] == 4
+    assert told["scales"] == [1024, 1024, 512, 512, 1024]
+    assert told["heldout"][1] == told["heldout"][0] != told["heldout"][2]  # no weight has moved
+    fixed = steps(tmp_path, 2, stage, 2, 5, **options, poison="0:1", scales="512")
+    assert told["norms"][1] == fixed["norms"][1] == float("inf")
+    assert told["norms"] == pytest.approx(fixed["norms"], rel=1e-3)
+    assert told["losses"] == pytest.approx(fixed["losses"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "fp32")])
+def test_gradients_that_are_not_finite_end_the_run_on_all_ranks(tmp_path: Path, stage: int, precision: str) -> None:
+    """DeepSpeed would skip the step, and every one after it."""
+    arguments = (str(tmp_path / "out.pt"), str(stage), "2", "4", f"precision={precision}", "poison=0:1")
+    for code, output in ranks.finish(ranks.fork(2, "tests/engine_on_ranks.py", *arguments)):
+        assert code == 1 and "the gradients are not finite: training diverged; lower the learning rate" in output
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_low_precision_at_stage_0_is_refused_in_one_line(precision: str) -> None:
+    [problem] = EngineConfig(0, precision).problems()  # type: ignore[arg-type]
+    assert (
+        problem.startswith(f"precision {precision} does not run at zero_stage 0") and "set zero_stage to 1" in problem
+    )
+    assert all(EngineConfig(stage, precision).problems() == [] for stage in (1, 2, 3))  # type: ignore[arg-type]
 
 
 def test_fp16_on_a_cpu_is_refused_in_one_line() -> None:
@@ -90,16 +165,27 @@ def test_deepspeed_config_states_what_deepspeed_would_default() -> None:
     assert derived["zero_optimization"]["reduce_bucket_size"] == 1002  # even, holds all parameters
 
 
+def test_stage_3_is_one_sub_group_and_a_mean_that_is_taken_back() -> None:
+    derived = deepspeed_config(EngineConfig(zero_stage=3), "fp16", ranks=3, parameters=400_000_000)
+    assert derived["gradient_allreduce_op"] == "mean"  # sum is refused
+    assert derived["zero_optimization"]["sub_group_size"] > 400_000_000  # the optimizer is called once a step
+    assert derived["zero_optimization"]["reduce_bucket_size"] < 400_000_000
+
+
 def test_deepspeed_is_the_one_that_was_read() -> None:
     """What the design relies on in DeepSpeed's source; a version that differs is noticed here."""
     import deepspeed
     from deepspeed.runtime import constants
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     assert deepspeed.__version__.startswith("0.19.8")
     assert constants.GRADIENT_CLIPPING_DEFAULT == 1.0
     assert not DeepSpeedZeroConfig().round_robin_gradients
-    assert hasattr(DeepSpeedZeroOptimizer, "update_lp_params")
+    assert hasattr(DeepSpeedZeroOptimizer, "update_lp_params") and hasattr(BF16_Optimizer, "update_lp_params")
+    assert hasattr(DeepSpeedZeroOptimizer_Stage3, "_partition_all_parameters")
+    assert hasattr(DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters")
     assert hasattr(DeepSpeedEngine, "set_gradient_accumulation_boundary")

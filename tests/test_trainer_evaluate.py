@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -96,6 +97,27 @@ def test_the_number_of_ranks_does_not_matter(
 def test_a_rank_without_samples_takes_part(tiny_model: ModelConfig) -> None:
     figures = evaluate(Bert(tiny_model), iter([]), CPU)
     assert set(figures.values()) == {0.0}
+
+
+def test_ranks_that_have_fewer_batches_keep_in_step(
+    tiny_shards: Path, tiny_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a forward is a collective. The other rank, played by hand, has two batches more than this one."""
+    model, theirs = Bert(tiny_model, seed=3), iter([1, 1, 1, 0])
+    [batches] = shares(tiny_shards, 1)
+    forwards: list[int] = []
+
+    def all_reduce(value: Tensor, op: object = dist.ReduceOp.SUM) -> None:
+        if op == dist.ReduceOp.MAX:
+            value.clamp_(min=next(theirs))
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    expected = evaluate(model, iter(batches[:1]), CPU)
+    forwards.clear()
+    assert evaluate(model, iter(batches[:1]), CPU, in_step=True) == expected  # the fillers count for nothing
+    assert len(forwards) == 3 and next(theirs, None) is None
 
 
 def test_only_the_places_of_mask_keep_their_target(tiny_shards: Path) -> None:
@@ -203,3 +225,35 @@ def test_the_command_refuses_shards_of_another_vocabulary(
     with pytest.raises(SystemExit):
         main([*arguments, "--micro-batch", "0"])
     assert "--micro-batch is 0: must be 1 or more" in capsys.readouterr().err
+
+
+def test_the_command_reads_data_sets_at_addresses(
+    own_shards: Path,
+    tmp_path: Path,
+    tiny_model: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """To the same figures; of the training data, no shard is fetched."""
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path: Bert(tiny_model, seed=3))
+    address, cache = f"file://{own_shards}", tmp_path / "cache"
+    told = []
+    for place in (str(own_shards), address):
+        arguments = ["--checkpoint", "run", "--heldout", place, "--train", place, "--cache-folder", str(cache)]
+        assert main(arguments) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] and '"mask_loss_shuffled": ' in told[0]
+    assert list(cache.glob("*/*.tar"))
+
+    shutil.rmtree(cache)
+    assert main(["--checkpoint", "run", "--heldout", str(own_shards), "--train", address, *arguments[-2:]]) == 0
+    assert capsys.readouterr().out == told[0]
+    assert list(cache.glob("*/manifest.json")) and not list(cache.glob("*/*.tar"))
+
+    next(own_shards.glob("*.tar")).unlink()
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trainer.evaluate: error: {address}: missing or cut: ")
+    with pytest.raises(SystemExit):
+        main([*arguments, "--cache-gigabytes", "-1"])
+    assert "--cache-gigabytes is -1.0: must be 0 or more" in capsys.readouterr().err

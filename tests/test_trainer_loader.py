@@ -1,106 +1,26 @@
-"""Batches from real shards: every sample once under any cut, masks old or new, and any damage named."""
+"""Batches from real shards: every sample once under any cut, and any damage named. New masks: test_trainer_masks.py."""
 
 from __future__ import annotations
 
-import io
 import shutil
-import tarfile
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from raw_samples import CUTS, masks_of, order_of, raw_shards, read_epochs, read_ranks, samples_of, undone
 
 from data_prep.build import build
 from data_prep.manifest import load_manifest
-from data_prep.masking import Masking, make_vocabulary
 from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Sample
-from data_prep.tokenizer import load_tokenizer
 from kernels.dropout import token_keys
 from trainer.batch import IGNORED, MicroBatch
 from trainer.errors import TrainerError
-from trainer.loader import DynamicMasks, Loader, StepBatch, collate
+from trainer.loader import Loader, collate
 from trainer.model import Bert, ModelConfig
-from trainer.order import Order
-
-CUTS = [(1, 1), (1, 4), (2, 3), (3, 2), (7, 1)]  # ranks, micro-batches a rank
-
-
-@dataclass(frozen=True)
-class Raw:
-    """A sample as its .npy says, read with ``tarfile`` and ``numpy`` alone."""
-
-    ids: tuple[int, ...]
-    split: int
-    is_next: int
-    masks: tuple[tuple[int, int], ...]  # (position, what stands there)
-
-
-def raw_shards(folder: Path) -> list[list[Raw]]:
-    """All samples, by shard."""
-    shards = []
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            files = [tar.extractfile(member) for member in tar.getmembers()]
-            shards.append([_raw(np.load(io.BytesIO(file.read())).tolist()) for file in files if file is not None])
-    return shards
-
-
-def _raw(numbers: list[int]) -> Raw:
-    n, split, is_next, m, *rest = numbers
-    assert len(rest) == n + 2 * m + -(-n // 16)
-    return Raw(tuple(rest[:n]), split, is_next, tuple(zip(rest[n : n + m], rest[n + m : n + 2 * m], strict=True)))
-
-
-def undone(batch: MicroBatch) -> list[tuple[int, Raw]]:
-    """(sample number, sample) of each sequence of a micro-batch, its mask undone."""
-    out = []
-    bounds = batch.cu_seqlens.tolist()
-    unmasked = batch.tokens.clone()
-    unmasked[batch.masked] = batch.labels
-    for b, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        assert batch.positions[start:end].tolist() == list(range(end - start))
-        segments = batch.segments[start:end].tolist()
-        assert segments == sorted(segments) and end - start <= batch.max_seqlen
-        places = [int(place) for place in batch.masked if start <= place < end]
-        masks = tuple((place - start, int(batch.tokens[place])) for place in places)
-        split, is_next = segments.count(0), int(batch.is_next[b])
-        raw = Raw(tuple(unmasked[start:end].tolist()), split, NO_PAIR if is_next == IGNORED else is_next, masks)
-        out.append((int(batch.samples[b]), raw))
-    return out
-
-
-def order_of(folder: Path, seed: int = 5) -> Order:
-    return Order(tuple(shard.samples for shard in load_manifest(folder).shards), seed, window=2)
-
-
-def read_ranks(
-    folder: Path, cut: tuple[int, int], position: int, global_batch: int, masks: DynamicMasks | None = None
-) -> list[StepBatch]:
-    """One step of each rank, cut into (ranks, micro-batches a rank)."""
-    manifest, (ranks, micro_batches) = load_manifest(folder), cut
-    loaders = [Loader(folder, manifest, rank, ranks, masks) for rank in range(ranks)]
-    return [loader.read(order_of(folder), position, global_batch, micro_batches) for loader in loaders]
-
-
-def read_epochs(folder: Path, cut: tuple[int, int], masks: DynamicMasks | None = None) -> list[tuple[int, Raw]]:
-    """(number, sample) of two epochs and a little more; borders of epochs lie inside batches."""
-    samples, read = order_of(folder).samples, list[tuple[int, Raw]]()
-    assert samples % 48
-    while len(read) < 2 * samples:
-        read += samples_of(read_ranks(folder, cut, len(read), 48, masks))
-    return read
-
-
-def samples_of(steps: list[StepBatch]) -> list[tuple[int, Raw]]:
-    """(number, sample) of one step over its ranks, by number; fillers are left out."""
-    batches = [batch for step in steps for batch in step.micro_batches if batch.masked.numel()]
-    return sorted((pair for batch in batches for pair in undone(batch)), key=lambda pair: pair[0])
-
 
 # ---- every sample once, the same for every cut -----------------------------------------------------------
 
@@ -118,7 +38,7 @@ def test_epochs_are_whole_and_in_order_under_any_cut(tiny_shards: Path, cut: tup
         assert Counter(sample for _, sample in part) == everything
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])  # by token, whose masks keep their number
 @pytest.mark.parametrize("cut", CUTS)
 def test_all_ranks_know_the_counts_of_the_global_batch(tiny_shards: Path, cut: tuple[int, int], dynamic: bool) -> None:
     masks = masks_of(tiny_shards) if dynamic else None
@@ -262,83 +182,6 @@ def test_a_step_without_pairs_trains_the_words_alone(other_shards: Path, tiny_mo
         assert bool(parameter.grad.any()) != (single and name in head), name
     torch.optim.SGD(model.parameters(), 0.1).step()
     assert float(loss().detach()) < float(before.detach())
-
-
-# ---- new masks for each epoch --------------------------------------------------------------------------------
-
-
-def masks_of(folder: Path, seed: int = 3) -> DynamicMasks:
-    manifest, tokenizer = load_manifest(folder), load_tokenizer(folder / "tokenizer")
-    settings, mask = manifest.settings, manifest.tokenizer.specials.mask
-    masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
-    return DynamicMasks(make_vocabulary(manifest.tokenizer.vocab_size, tokenizer.never, mask), masking, seed)
-
-
-def test_each_epoch_masks_each_sample_anew(tiny_shards: Path) -> None:
-    order, masks = order_of(tiny_shards), masks_of(tiny_shards)
-    shards = raw_shards(tiny_shards)
-    changed = 0
-    seen: dict[tuple[int, int], list[Raw]] = {}
-    for number, sample in read_epochs(tiny_shards, (2, 3), masks):
-        [[shard, row]] = order.take(number, 1).tolist()
-        static = shards[shard][row]
-        assert replace(sample, masks=static.masks) == static
-        assert len(sample.masks) == len(static.masks)  # so the index knows the count
-        assert all(masks.vocabulary.is_ordinary[sample.ids[place]] for place, _ in sample.masks)
-        changed += sample.masks != static.masks
-        seen.setdefault((shard, row), []).append(sample)
-    assert len(seen) == order.samples
-    again = sum(first.masks == second.masks for first, second, *_ in seen.values())
-    assert again < 0.02 * order.samples and changed > 0.98 * 2 * order.samples
-
-
-@pytest.mark.parametrize("cut", CUTS[1:])
-def test_new_masks_do_not_depend_on_the_cut(tiny_shards: Path, cut: tuple[int, int]) -> None:
-    masks = masks_of(tiny_shards)
-    assert read_epochs(tiny_shards, cut, masks) == read_epochs(tiny_shards, CUTS[0], masks)
-
-
-def test_new_masks_depend_on_seed_epoch_and_sample_alone(tiny_shards: Path) -> None:
-    """Not on where the order puts a sample."""
-    manifest = load_manifest(tiny_shards)
-
-    def epochs(masks: DynamicMasks, order: Order) -> list[Counter[Raw]]:
-        loader, size = Loader(tiny_shards, manifest, 0, 1, masks), order.samples
-        return [Counter(sample for _, sample in samples_of([loader.read(order, e * size, size, 4)])) for e in (0, 1)]
-
-    first = epochs(masks_of(tiny_shards), order_of(tiny_shards, seed=5))
-    assert first == epochs(masks_of(tiny_shards), order_of(tiny_shards, seed=6))
-    assert not (first[0] & first[1]).total() > 5
-    other = epochs(masks_of(tiny_shards, seed=4), order_of(tiny_shards, seed=5))
-    assert not (first[0] & other[0]).total() > 5
-
-
-def test_equal_samples_of_two_shards_get_masks_of_their_own(own_shards: Path) -> None:
-    manifest = load_manifest(own_shards)
-    for name in ("{}.tar", "{}.idx.npy"):
-        shutil.copy(own_shards / name.format("shard-00000"), own_shards / name.format("shard-00001"))
-    twins = tuple(replace(manifest.shards[0], name=f"shard-0000{number}") for number in range(2))
-    loader = Loader(own_shards, replace(manifest, shards=twins), 0, 1, masks_of(own_shards))
-    order = Order((64, 64), 5, 2)
-    masks = dict[int, list[Raw]]()
-    for number, sample in samples_of([loader.read(order, 0, 128, 1)]):
-        masks.setdefault(int(order.take(number, 1)[0, 1]), []).append(sample)
-    assert len(masks) == 64 and all(a.ids == b.ids for a, b in masks.values())
-    assert sum(a.masks == b.masks for a, b in masks.values()) < 5
-
-
-def test_a_sweep_keeps_the_static_masks(tiny_shards: Path) -> None:
-    loader = Loader(tiny_shards, load_manifest(tiny_shards), 0, 1, masks_of(tiny_shards))
-    read = [sample for batch in loader.sweep(64) for _, sample in undone(batch)]
-    assert read == [sample for shard in raw_shards(tiny_shards) for sample in shard]
-
-
-def test_masks_of_another_number_are_refused(tiny_shards: Path) -> None:
-    masks = masks_of(tiny_shards)
-    masks = replace(masks, masking=replace(masks.masking, share=0.3, most=32))
-    with pytest.raises(TrainerError, match="other counts than its own: use masks: static, or build") as error:
-        read_ranks(tiny_shards, (1, 1), 0, 8, masks)
-    assert "\n" not in str(error.value) and str(tiny_shards) in str(error.value)
 
 
 # ---- damage ------------------------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
-"""LAMB and Adam against implementations written from the papers, in NumPy and in fp64."""
+"""LAMB and Adam against implementations written from the papers, in NumPy and in fp64, in one process and on ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import prescribed_on_ranks as prescribed
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from kernels.lamb import trust_ratios
 from trainer.model import Bert, ModelConfig
@@ -18,7 +22,7 @@ from trainer.partition import Buffer, Partition, Slice
 RATE, STEPS = 0.01, 20
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
@@ -55,12 +59,21 @@ def bound(config: OptimizerConfig, partition: Partition) -> LambertOptimizer:
     return optimizer
 
 
-def paper(config: OptimizerConfig, weights: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]]) -> None:
-    """You et al. 2020, Algorithm 2 (lamb) or Loshchilov & Hutter 2019, Algorithm 2 (adam), whole tensors, fp64."""
+def paper(
+    config: OptimizerConfig, weights: dict[str, np.ndarray], gradients: Iterable[dict[str, np.ndarray]]
+) -> list[float]:
+    """You et al. 2020, Algorithm 2 (lamb) or Loshchilov & Hutter 2019, Algorithm 2 (adam), whole tensors, fp64.
+
+    Changes ``weights``; returns the norm over all tensors of each step's gradients, which bounds them if asked for.
+    """
+    norms = []
     mean = {name: np.zeros_like(w) for name, w in weights.items()}
     square = {name: np.zeros_like(w) for name, w in weights.items()}
     for t, step in enumerate(gradients, 1):
+        norms.append(math.sqrt(sum(float((g**2).sum()) for g in step.values())))
+        factor = min(1.0, config.gradient_clipping / (norms[-1] + 1e-6)) if config.gradient_clipping else 1.0
         for name, g in step.items():
+            g = factor * g
             mean[name] = config.beta1 * mean[name] + (1 - config.beta1) * g
             square[name] = config.beta2 * square[name] + (1 - config.beta2) * g * g
             m, v = mean[name], square[name]
@@ -73,6 +86,7 @@ def paper(config: OptimizerConfig, weights: dict[str, np.ndarray], gradients: li
                 if config.name == "lamb":
                     ratio = float(np.linalg.norm(weights[name]) / np.linalg.norm(update))
             weights[name] = weights[name] - RATE * ratio * update
+    return norms
 
 
 def cut(flat: torch.Tensor) -> dict[str, np.ndarray]:
@@ -81,6 +95,7 @@ def cut(flat: torch.Tensor) -> dict[str, np.ndarray]:
     return {name: part.view(shape).numpy() for (name, shape), part in zip(shapes().items(), parts, strict=True)}
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", ["lamb", "adam"])
 @pytest.mark.parametrize("correction", [True, False])
 def test_steps_are_the_papers(name: str, correction: bool) -> None:
@@ -97,6 +112,7 @@ def test_steps_are_the_papers(name: str, correction: bool) -> None:
         assert error < 1e-6, (name_, error)
 
 
+@pytest.mark.usefixtures("group")
 def test_poisoned_padding_never_enters_a_norm() -> None:
     clean, poisoned = flat_partition(), flat_partition(padding=float("nan"))
     for partition, master in (clean, poisoned):
@@ -109,6 +125,7 @@ def test_poisoned_padding_never_enters_a_norm() -> None:
     assert torch.equal(clean[1][:-3], poisoned[1][:-3])
 
 
+@pytest.mark.usefixtures("group")
 def test_norm_is_global_unscaled_and_before_clipping() -> None:
     partition, master = flat_partition()
     optimizer = bound(OptimizerConfig(gradient_clipping=1e-9), partition)
@@ -118,6 +135,7 @@ def test_norm_is_global_unscaled_and_before_clipping() -> None:
     assert float(optimizer.gradient_norm) == pytest.approx(float(gradient(0)[:-3].norm()), rel=1e-6)
 
 
+@pytest.mark.usefixtures("group")
 def test_clipping_bounds_the_gradient_that_the_moments_see() -> None:
     partition, master = flat_partition()
     optimizer = bound(OptimizerConfig(name="adam", gradient_clipping=0.5, beta1=0.0), partition)
@@ -146,3 +164,52 @@ def test_every_bias_and_layer_norm_is_undecayed_and_every_matrix_decayed() -> No
     model = Bert(ModelConfig(layers=1, hidden=16, heads=2, intermediate=32, vocab_size=50))
     undecayed = {name for name, p in model.named_parameters() if not decays(p.shape)}
     assert undecayed == {name for name, _ in model.named_parameters() if name.endswith("bias") or "norm" in name}
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole() -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after the prescribed steps, and the gradient norms, by the paper."""
+    start = Bert(prescribed.MODEL, seed=3).state_dict()
+    weights = {name: weight.double().numpy() for name, weight in start.items()}
+    steps = (
+        {name: prescribed.gradient(step, name, weight.shape).double().numpy() for name, weight in start.items()}
+        for step in range(prescribed.STEPS)
+    )
+    norms = paper(prescribed.OPTIMIZER, weights, steps)
+    return {name: torch.from_numpy(weight) for name, weight in weights.items()}, norms
+
+
+@pytest.mark.parametrize(
+    ("size", "stages", "options", "bound"),
+    [
+        (1, "0,3", (), 1e-6),
+        (2, "1,2,3", (), 1e-6),
+        (3, "0,1,2,3", (), 1e-6),
+        (4, "1,2,3", (), 1e-6),
+        (3, "1,2,3", ("precision=fp16", "scales=1,256,65536"), 1e-3),
+    ],
+)
+def test_every_stage_takes_the_papers_steps(
+    whole: tuple[dict[str, Tensor], list[float]],
+    tmp_path: Path,
+    size: int,
+    stages: str,
+    options: tuple[str, ...],
+    bound: float,
+) -> None:
+    """Prescribed gradients, padding of NaN: 20 clipped steps of LAMB through the engine, whatever the loss scale."""
+    out = tmp_path / "out.pt"
+    ended = ranks.finish(ranks.fork(size, "tests/prescribed_on_ranks.py", str(out), stages, *options))
+    assert {code for code, _ in ended} == {0}, "\n".join(output for _, output in ended)
+    told = torch.load(out, weights_only=True)
+    assert list(told) == [int(stage) for stage in stages.split(",")]
+    weights, norms = whole
+    assert min(norms) > prescribed.OPTIMIZER.gradient_clipping
+    for stage, found in told.items():
+        assert found["norms"] == pytest.approx(norms, rel=bound), stage
+        for name, theirs in weights.items():
+            error = float((found["weights"][name] - theirs).norm() / theirs.norm())
+            assert error < bound, (stage, name, error)

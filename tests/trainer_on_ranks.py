@@ -1,10 +1,11 @@
-"""Run by test_resume.py on each rank: the trainer itself, with notes of what it trains on, and signals at an aim.
+"""Run by tests on each rank: the trainer itself, with notes of what it trains on, and signals at an aim.
 
     python tests/trainer_on_ranks.py NOTES AIMS TRAINER-ARGUMENTS…
 
-NOTES is a folder. Rank R writes a line of samples-R.jsonl for each step that it begins: the samples' numbers, and
-checksums of their tokens. AIMS is a JSON list of aims. Their rank sends itself, or all of them, one signal after the
-other, each as soon as it is where the aim says, and writes where that is to a line of signals.jsonl just before.
+NOTES is a folder. Rank R writes a line of samples-R.jsonl for each step that it begins: the samples' numbers and
+checksums of their tokens, its own targets, and those of the global batch as it was told. AIMS is a JSON list of aims.
+Their rank sends itself, or all of them, one signal after the other, each as soon as it is where the aim says, and
+writes where that is to a line of signals.jsonl just before.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def follow(place: Place, path: Path) -> None:
 
     def step(self: Engine, batches: Sequence[MicroBatch], counts: GlobalCounts, number: int, rate: float) -> StepResult:
         samples = [sample for batch in batches if batch.masked.numel() for sample in checksums(batch)]
-        append(path, {"step": number, "samples": samples})
+        own = sum(batch.labels.numel() for batch in batches)
+        append(path, {"step": number, "samples": samples, "own_targets": own, "targets": counts.targets})
         place.step = number
         result = take(self, batches, counts, number, rate)
         place.step, place.micro_batch = number + 1, -1

@@ -8,6 +8,7 @@ import time
 from typing import NoReturn
 
 import trainer.first_process  # before the others, which take seconds
+from kernels import backend
 from trainer.config import load
 from trainer.data import open_phases
 from trainer.engine import resolve_precision
@@ -31,14 +32,17 @@ def main() -> None:
         config = load(options.config, options.set)
         world = from_launcher(config.run.device)
         resolve_precision(config.engine, world.device)
+        with backend.using(config.engine.kernels):
+            backend.resolve(world.device.type)
         phases = open_phases(config, world)
-    except TrainerError as error:
+    except (TrainerError, backend.UnavailableError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
         _fail(f"trainer: error: {error}")
     try:
         join(world, config.run.timeout_seconds)
-        state = train(config, phases, world)
+        with backend.using(config.engine.kernels):
+            state = train(config, phases, world)
     except TrainerError as error:  # one without a text is another rank's, which says it
         _fail(f"trainer: rank {world.rank}: error: {error}" if str(error) else "")
     except OSError as error:

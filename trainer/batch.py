@@ -50,7 +50,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """What a step's losses are divided by: counts over the whole global batch, known before it is read."""
+    """What a step's losses are divided by: counts over the whole global batch, known before its first forward."""
 
     targets: int  # masked positions
     pairs: int  # sentence pairs; 0 where the data have no second task

@@ -84,7 +84,7 @@ def _open_folder(place: str, config: Config, world: World) -> tuple[Path, Cache 
     """The local folder of a data set, and what fills it if the data set is remote."""
     if not is_remote(place):
         return Path(place), None
-    # five attempts, perhaps behind as many for another shard, end before the other ranks give this one up
+    # five attempts, perhaps behind as many for another shard, take no longer than a collective may
     cache = open_cache(place, config.cache, config.run.timeout_seconds / 20, world.local_rank)
     return cache.folder, cache
 
@@ -107,12 +107,6 @@ def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
 def _dynamic_masks(folder: Path, manifest: Manifest, seed: int, found: list[str]) -> DynamicMasks | None:
     """What the run draws new masks of the data set by; what stands in the way goes to ``found``."""
     settings, specials = manifest.settings, manifest.tokenizer.specials
-    if settings.masking != "token":
-        found.append(
-            f"masks is dynamic but its samples are masked by {settings.masking}, where their number depends on the "
-            "draw: set masks to static and build with more --duplicates, or build with --masking token"
-        )
-        return None
     try:
         tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     except DataError as error:

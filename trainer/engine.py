@@ -22,7 +22,7 @@ from trainer.errors import TrainerError
 from trainer.loss_scale import POWERS_OF_TWO, LossScale, next_scale
 from trainer.model import Bert, ModelConfig, Output
 from trainer.optimizer import OptimizerConfig, make_optimizer
-from trainer.partition import read_partition, refresh_weights
+from trainer.partition import fill_masters, read_partition, refresh_weights
 from trainer.world import World, set_up_deepspeed
 
 SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct")  # what a step's sums hold, in this order
@@ -32,18 +32,20 @@ SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct")  # what a step's s
 class EngineConfig:
     """Sharding and precision."""
 
-    zero_stage: Literal[0, 1, 2] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1  # sharded over the ranks: 1 the optimizer, 2 also gradients, 3 also weights
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0
+    kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on GPUs, PyTorch on CPUs
     initial_loss_scale: float = 2.0**16  # fp16 only
     loss_scale_growth_interval: int = 1000  # good steps in a row before the scale doubles
 
     def problems(self) -> list[str]:
         """What cannot be, each with its remedy."""
         found = []
-        if self.precision == "fp16" and self.zero_stage == 0:
-            found.append("precision fp16 does not run at zero_stage 0 in DeepSpeed: set zero_stage to 1 or 2")
-        if self.precision == "bf16" and self.zero_stage != 2:
-            found.append(f"precision bf16 runs at zero_stage 2 only, not {self.zero_stage}: set zero_stage to 2")
+        if self.precision in ("fp16", "bf16") and self.zero_stage == 0:
+            found.append(
+                f"precision {self.precision} does not run at zero_stage 0, where DeepSpeed would add up gradients in "
+                f"{self.precision}, too: set zero_stage to 1, 2 or 3, which add them up in fp32"
+            )
         if self.initial_loss_scale not in POWERS_OF_TWO:  # others would round what they scale
             found.append(f"initial_loss_scale is {self.initial_loss_scale}: must be a power of two from 1 to 2^24")
         if self.loss_scale_growth_interval < 1:
@@ -75,15 +77,19 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
     """DeepSpeed's configuration, with every default that matters stated. Pure.
 
     ``parameters``: elements of the whole model; the reduction bucket holds them all, so one collective
-    does, up to DeepSpeed's own bound.
+    does, up to DeepSpeed's own bound. Under stage 3, which is there to save memory, it is smaller.
     """
-    bucket = min(500_000_000, parameters + parameters % 2)
+    stage = config.zero_stage
+    bucket = min(50_000_000 if stage == 3 else 500_000_000, parameters + parameters % 2)
+    apart = stage == 1 and precision == "bf16"  # DeepSpeed has an optimizer of its own for it
     return {
         # Lambert cuts batches itself; DeepSpeed only checks that these three agree
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": ranks,
-        "gradient_allreduce_op": "sum",  # the loss is already divided by the counts of the global batch
+        # the loss is already divided by the counts of the global batch; "sum" is refused at stage 3, whose
+        # division Partition.divisor takes back
+        "gradient_allreduce_op": "mean" if stage == 3 else "sum",
         "gradient_clipping": 0.0,  # 1.0 by default; the optimizer clips, by the unscaled norm
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
@@ -92,11 +98,11 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
         "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # static: trainer/loss_scale.py scales
         # not skipped like an overflow: bf16 has no scale that could come down, so a NaN must end the run
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": False},
-        "communication_data_type": precision,
+        "communication_data_type": "fp32" if apart else precision,  # there, of sums over all micro-batches
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,  # trainer/optimizer.py is exact under partitions, and tested
         "zero_optimization": {
-            "stage": config.zero_stage,
+            "stage": stage,
             "contiguous_gradients": True,
             "overlap_comm": False,
             "reduce_scatter": True,
@@ -105,7 +111,13 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
             "round_robin_gradients": False,
             "parameter_alignment": False,
             "ignore_unused_parameters": True,
-            "compute_grad_norm": config.zero_stage == 0,  # False is refused at 0; the optimizer knows the norm
+            "compute_grad_norm": stage in (0, 3) or apart,  # False is refused there; the optimizer knows the norm
+            "sub_group_size": 10**12,  # stage 3 calls the optimizer once for each: one, so one all-reduce of norms
+            "stage3_prefetch_bucket_size": 50_000_000,
+            # parameters up to this stay gathered between steps: biases, beside whole matrices
+            "stage3_param_persistence_threshold": min(100_000, parameters // 64),
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 10**9,
         },
     }
 
@@ -123,7 +135,8 @@ def build_extensions() -> None:
 class Engine:
     """A model, its optimizer and its loss scale on this rank's device.
 
-    Attributes that a checkpoint holds: ``partition``, ``optimizer`` (moments, steps), ``loss_scale``.
+    Attributes that a checkpoint holds: ``partition``, ``optimizer`` (moments, steps), ``loss_scale``. Where
+    ``gathers`` is True, a forward of ``model`` is a collective: all ranks make equally many, in the same order.
     """
 
     def __init__(
@@ -135,9 +148,11 @@ class Engine:
         # about DeepSpeed's own calls, once a rank
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self.world, self.seed, self.stage = world, seed, config.zero_stage
+        self.gathers = config.zero_stage == 3
         self.precision = resolve_precision(config, world.device)
         module = Bert(model, seed)
         self.parameters = sum(p.numel() for p in module.parameters())
+        drawn = {n: p.detach().clone() for n, p in module.named_parameters()} if self.precision != "fp32" else {}
         self.optimizer = make_optimizer(module.parameters(), optimizer)
         self._deepspeed, *_ = deepspeed.initialize(
             model=module,
@@ -147,6 +162,7 @@ class Engine:
         )
         self.model: Bert = self._deepspeed.module
         self.partition = read_partition(self._deepspeed, config.zero_stage)
+        fill_masters(self.partition, drawn)  # DeepSpeed made them from rounded weights
         self.optimizer.bind(self.partition)
         scaled = self.precision == "fp16"
         self.loss_scale = LossScale(
@@ -178,6 +194,11 @@ class Engine:
         used = self.loss_scale.scale
         if self.precision == "fp16":
             self.loss_scale = next_scale(self.loss_scale, not applied)
+        elif not applied:
+            raise TrainerError(
+                "the gradients are not finite: training diverged; lower the learning rate or lengthen the warm-up, and "
+                "start again from the last checkpoint"
+            )
         if not applied:
             return StepResult(sums, torch.full_like(self.optimizer.gradient_norm, torch.inf), None, False, used)
         return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, True, used)

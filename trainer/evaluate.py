@@ -2,6 +2,7 @@
 
     python -m trainer.evaluate --checkpoint RUN_OR_STEP_FOLDER --heldout SHARDS --train SHARDS
 
+SHARDS is a folder or an address (https://, s3://, anything that fsspec opens).
 Beside the loss on all targets stands the loss on the positions that [MASK] replaced, where nothing but
 context can tell the word, and two marks for it: the entropy of those targets under the training data's
 unigram distribution (what frequencies alone reach), and the same model's loss when the other tokens of
@@ -27,12 +28,15 @@ from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
 from trainer.batch import IGNORED, MicroBatch
+from trainer.cache import Cache, CacheConfig, open_cache
 from trainer.checkpoint import load_model
 from trainer.errors import TrainerError
-from trainer.loader import Loader
+from trainer.loader import Loader, filler
 from trainer.model import Bert
+from trainer.remote import is_remote
 
 _SHUFFLE = 3  # what a permutation is drawn for; see trainer/order.py
+_STALL = 30.0  # seconds without a byte of a remote file that end an attempt to fetch it
 Change = Callable[[MicroBatch], MicroBatch]
 
 
@@ -54,16 +58,18 @@ class EvaluationConfig:
 
 
 @torch.no_grad()
-def evaluate(model: Bert, batches: Iterator[MicroBatch], device: torch.device) -> dict[str, float]:
+def evaluate(
+    model: Bert, batches: Iterator[MicroBatch], device: torch.device, in_step: bool = False
+) -> dict[str, float]:
     """Mean losses (nats) and accuracies over all ranks' ``batches``, each sample counted once.
 
     Where no batch has pairs, there is no figure of the second task. Inside a process group every rank calls
-    it, with its own share. Dropout is off.
+    it, with its own share; ``in_step``: a forward is a collective of all ranks, as under ZeRO 3. Dropout is off.
     """
     training = model.training
     model.eval()
     sums = torch.zeros(6, dtype=torch.float64, device=device)
-    for batch in batches:
+    for batch in _in_step(batches, device) if in_step else batches:
         batch = batch.to(device)
         out = model(batch, None)
         targets, pairs = (batch.labels != IGNORED).sum(), (batch.is_next != IGNORED).sum()
@@ -77,6 +83,17 @@ def evaluate(model: Bert, batches: Iterator[MicroBatch], device: torch.device) -
     if pairs:
         figures |= {"nsp_loss": nsp_loss / pairs, "nsp_accuracy": nsp_correct / pairs}
     return figures
+
+
+def _in_step(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    """``batches``, and then sequences without a target for as long as another rank has more."""
+    while True:
+        batch = next(batches, None)
+        more = torch.tensor(batch is not None, dtype=torch.int32, device=device)
+        dist.all_reduce(more, op=dist.ReduceOp.MAX)
+        if not more:
+            return
+        yield filler(0, 0) if batch is None else batch
 
 
 def only_mask_token(batch: MicroBatch, mask_id: int) -> MicroBatch:
@@ -138,14 +155,20 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line: one process, on a GPU where there is one."""
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
-    parser.add_argument("--heldout", required=True, type=Path, help="folder of held-out shards")
-    parser.add_argument("--train", required=True, type=Path, help="training shards, for the unigram distribution")
+    parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
+    parser.add_argument("--train", required=True, help="training shards, for the unigram distribution; likewise")
     parser.add_argument("--micro-batch", type=int, default=64)
+    kept = CacheConfig()
+    parser.add_argument("--cache-folder", default=kept.folder, help="where remote shards are kept (%(default)s)")
+    parser.add_argument("--cache-gigabytes", type=float, default=kept.gigabytes, help="and how many (%(default)s)")
     options = parser.parse_args(arguments)
     if options.micro_batch < 1:
         parser.error(f"--micro-batch is {options.micro_batch}: must be 1 or more")
+    cache = CacheConfig(options.cache_folder, options.cache_gigabytes)
+    if problems := cache.problems():
+        parser.error("; ".join(f"--cache-{problem}" for problem in problems))
     try:
-        figures = _evaluate_command(options.checkpoint, options.heldout, options.train, options.micro_batch)
+        figures = _evaluate_command(options.checkpoint, options.heldout, options.train, options.micro_batch, cache)
     except (TrainerError, DataError) as error:
         print(f"trainer.evaluate: error: {error}", file=sys.stderr)
         return 2
@@ -153,10 +176,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _evaluate_command(checkpoint: Path, heldout: Path, train: Path, size: int) -> dict[str, float]:
+def _evaluate_command(checkpoint: Path, heldout: str, train: str, size: int, cache: CacheConfig) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(checkpoint).to(device)
-    manifest, trained = load_manifest(heldout), load_manifest(train)
+    (heldout_folder, remote), (train_folder, _) = _open(heldout, cache), _open(train, cache)
+    manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
     for folder, vocab_size in ((heldout, manifest.tokenizer.vocab_size), (train, trained.tokenizer.vocab_size)):
         if vocab_size != model.model.vocab_size:
             raise TrainerError(
@@ -170,14 +194,23 @@ def _evaluate_command(checkpoint: Path, heldout: Path, train: Path, size: int) -
         )
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
         raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build them with one")
-    loader = Loader(heldout, manifest, 0, 1)
+    loader = Loader(heldout_folder, manifest, 0, 1, cache=remote)
     for problem in loader.problems():
         raise TrainerError(problem)
+    counted = train_folder / trained.token_counts.file
     try:
-        counts = torch.from_numpy(np.load(train / trained.token_counts.file))
+        counts = torch.from_numpy(np.load(counted))
     except (OSError, ValueError) as error:
-        raise TrainerError(f"{train / trained.token_counts.file} cannot be read ({error}): restore it") from None
+        raise TrainerError(f"{counted} cannot be read ({error}): restore it") from None
     return evaluate_context(model, loader, counts, device, size)
+
+
+def _open(place: str, config: CacheConfig) -> tuple[Path, Cache | None]:
+    """The local folder of a data set, and what fills it if the data set is remote."""
+    if not is_remote(place):
+        return Path(place), None
+    cache = open_cache(place, config, _STALL, 0)
+    return cache.folder, cache
 
 
 if __name__ == "__main__":

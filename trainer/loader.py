@@ -2,7 +2,8 @@
 
 Every rank works out the whole global batch from the indexes (lengths and masked counts), so all ranks
 agree on the counts, the cut and the number of steps without a word, and reads only its own samples:
-each by its offset, each proved by its checksum.
+each by its offset, each proved by its checksum. Ranks meet before a step in two cases only: to count the
+targets of new masks whose number depends on the draw, and to stop while remote shards do not come.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import os
 import time
 import zlib
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +32,7 @@ from trainer.batch import IGNORED, GlobalCounts, MicroBatch
 from trainer.cache import Cache
 from trainer.errors import TrainerError
 from trainer.order import Order, deal
+from trainer.stop import Stop
 
 CPU = torch.device("cpu")
 
@@ -46,11 +50,16 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DynamicMasks:
-    """What new masks are drawn by, of as many tokens as the static ones: unit token alone promises that."""
+    """What new masks are drawn by."""
 
     vocabulary: Vocabulary
     masking: Masking
     seed: int
+
+    @property
+    def keeps_counts(self) -> bool:
+        """Whether new masks have as many tokens as the static ones, whose number the index knows."""
+        return self.masking.unit == "token"
 
 
 class Loader:
@@ -95,7 +104,10 @@ class Loader:
         return [f"{self.folder}: missing, unreadable or cut: {', '.join(wrong)}; restore them or build again"]
 
     def read(self, order: Order, position: int, global_batch: int, micro_batches: int) -> StepBatch:
-        """The step's batch at ``position``, cut over all ranks into ``micro_batches`` each."""
+        """The step's batch at ``position``, cut over all ranks into ``micro_batches`` each.
+
+        ``counts.targets`` are those of this rank alone where new masks do not keep them: ``steps`` completes them.
+        """
         self._use(*_shards_at(order, position, global_batch))
         picks = order.take(position, global_batch)
         index = self._index_rows(picks)
@@ -103,14 +115,16 @@ class Loader:
         parts = deal(lengths, self.ranks * micro_batches)
         mine = parts[self.rank :: self.ranks]  # the k-th of all ranks are neighbours, so nearly equal in tokens
         own = np.concatenate(mine)
-        samples = self._samples(picks[own])
+        samples, targets = self._samples(picks[own]), int(index[:, Column.MASKED].sum())
         if self.masks is not None:  # all of a step at once: half the time of one micro-batch after the other
             samples = self._remasked(samples, picks[own], position + own, self.masks)
+            if not self.masks.keeps_counts:
+                targets = sum(len(sample.positions) for sample in samples)
         rest = iter(samples)
         collated = (self._collate(list(islice(rest, len(part))), position + part) for part in mine)
         batches = tuple(batch.pin(self.device) for batch in collated)
         counts = GlobalCounts(
-            targets=int(index[:, Column.MASKED].sum()),
+            targets=targets,
             pairs=0 if self.manifest.settings.pairs == "single" else global_batch,
             tokens=int(lengths.sum()),
             squares=int((lengths**2).sum()),
@@ -118,35 +132,74 @@ class Loader:
         return StepBatch(position, global_batch, batches, counts)
 
     def steps(
-        self, order: Order, position: int, global_batch: int, micro_batches: int
+        self, order: Order, position: int, global_batch: int, micro_batches: int, stop: Stop | None = None
     ) -> Generator[StepBatch, None, None]:
-        """The endless batches from ``position`` on; the next one is read while this one is trained on."""
+        """The endless batches from ``position`` on; the next one is read while this one is trained on.
+
+        With ``stop``, all ranks take each of them together. They end when a stop is asked for while any rank waits
+        for remote shards.
+        """
+
+        def read(position: int) -> tuple[StepBatch, float]:
+            return self.read(order, position, global_batch, micro_batches), time.perf_counter()
+
+        with self._reader() as reader:
+            pending = reader.submit(read, position)
+            while True:
+                asked = time.perf_counter()
+                if not self._arrives(pending, stop):
+                    return
+                batch, arrived = pending.result()
+                position += global_batch
+                pending = reader.submit(read, position)
+                counts = self._complete(batch.counts, stop)
+                yield replace(batch, counts=counts, wait_seconds=max(0.0, arrived - asked))
+
+    def sweep(self, size: int, stop: Stop | None = None) -> Iterator[MicroBatch]:
+        """This rank's share of every sample once, static masks, in the shards' own order, ``size`` at a time.
+
+        ``stop`` as in :meth:`steps`: a sweep that ends by it is not whole.
+        """
+        sizes = self._sizes.tolist()
+        picks = np.concatenate([np.stack([np.full(n, s), np.arange(n)], axis=1) for s, n in enumerate(sizes)])
+        numbers = np.arange(len(picks))[self.rank :: self.ranks]
+        rounds = -(-len(picks) // (size * self.ranks))  # of all ranks; the last one may have nothing for this one
+        parts = [numbers[start : start + size] for start in range(0, rounds * size, size)]
+        shards = [np.unique(picks[part, 0]).tolist() for part in parts] + [[]]
+
+        def read(part: NDArray[np.int64], now: list[int], following: list[int]) -> MicroBatch:
+            self._use(now, following)
+            return self._collate(self._samples(picks[part]), part)
+
+        with self._reader() as reader:
+            for part, now, following in zip(parts, shards, shards[1:], strict=False):
+                pending = reader.submit(read, part, now, following)
+                if not self._arrives(pending, stop):
+                    return
+                if len(part):
+                    yield pending.result()
+
+    @contextmanager
+    def _reader(self) -> Iterator[ThreadPoolExecutor]:
+        """A thread that reads. In the end nothing is waited for, or held."""
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
             try:
-                pending = reader.submit(self.read, order, position, global_batch, micro_batches)
-                while True:
-                    asked = time.perf_counter()
-                    batch = pending.result()
-                    waited = time.perf_counter() - asked
-                    position += global_batch
-                    pending = reader.submit(self.read, order, position, global_batch, micro_batches)
-                    yield StepBatch(batch.position, batch.samples, batch.micro_batches, batch.counts, waited)
+                yield reader
             finally:
                 if self.cache is not None:
                     self.cache.halt()
                     reader.submit(self._rest)
 
-    def sweep(self, size: int) -> Iterator[MicroBatch]:
-        """This rank's share of every sample once, static masks, in the shards' own order, ``size`` at a time."""
-        sizes = self._sizes.tolist()
-        picks = np.concatenate([np.stack([np.full(n, s), np.arange(n)], axis=1) for s, n in enumerate(sizes)])
-        numbers = np.arange(len(picks))[self.rank :: self.ranks]
-        parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-        shards = [np.unique(picks[part, 0]).tolist() for part in parts] + [[]]
-        for part, now, following in zip(parts, shards, shards[1:], strict=False):
-            self._use(now, following)
-            yield self._collate(self._samples(picks[part]), part)
-        self._rest()
+    def _arrives(self, pending: Future[Any], stop: Stop | None) -> bool:
+        """Whether what is read will be there; False if all ranks are to stop instead of waiting for it."""
+        return self.cache is None or stop is None or stop.wait(pending)
+
+    def _complete(self, counts: GlobalCounts, stop: Stop | None) -> GlobalCounts:
+        """The counts of all ranks, if :meth:`read` knew only those of this one."""
+        if self.masks is None or self.masks.keeps_counts or self.ranks == 1:
+            return counts
+        assert stop is not None, "ranks whose masks do not keep the counts must meet"
+        return replace(counts, targets=stop.sum(counts.targets)[0])
 
     def _use(self, now: list[int], following: list[int]) -> None:
         """See to it that the shards of ``now`` are there, and that those of ``following`` soon will be."""
@@ -208,8 +261,9 @@ class Loader:
         first, count = np.cumsum(self._sizes) - self._sizes, self._sizes.sum()
         keys = numbers // count * count + first[shard] + row  # (B,) no two of them are equal in all epochs
         masked = remask(samples, keys, masks.vocabulary, masks.masking, masks.seed)
-        if [len(sample.positions) for sample in masked] != [len(sample.positions) for sample in samples]:
-            raise TrainerError(  # the global batch's count, known beforehand, would be wrong
+        drawn, static = ([len(sample.positions) for sample in those] for those in (masked, samples))
+        if masks.keeps_counts and drawn != static:  # the global batch's count, taken from the index, would be wrong
+            raise TrainerError(
                 f"{self.folder}: new masks have other counts than its own: use masks: static, or build the shards again"
             )
         return masked

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.adam import Moments, adam_direction, adam_step
-from kernels.lamb import lamb_step, square_sums, trust_ratios
-from trainer.partition import Buffer, Partition, Slice
+from kernels.adam import Moments, adam_update
+from kernels.flat import Flat, Layout, Piece, gradient_square_sum, make_layout
+from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
+from trainer.partition import Buffer, Partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # PyTorch's own names of the two moving averages
 
@@ -64,6 +65,7 @@ class LambertOptimizer(torch.optim.Optimizer):
         super().__init__(list(parameters), {"lr": 0.0})
         self.config = config
         self.partition: Partition | None = None
+        self.layouts: list[Layout] = []  # of the partition's buffers
         self.steps = 0  # taken; bias correction counts them
         self.gradient_scale = 1.0  # what the loss was multiplied by
         self.gradient_norm = torch.zeros(())  # of the last step: global, unscaled, before clipping
@@ -73,6 +75,9 @@ class LambertOptimizer(torch.optim.Optimizer):
         """Step over ``partition`` from now on, with zero moments. Until then ``step`` does nothing."""
         self.partition = partition
         self.gradient_norm = partition.buffers[0].master.new_zeros(())  # on the device from the start
+        adapted = [name for name, shape in partition.shapes.items() if decays(shape)]
+        rows = {name: row for row, name in enumerate(adapted)}
+        self.layouts = [self._layout(buffer, rows) for buffer in partition.buffers]
         for buffer in partition.buffers:
             flat = buffer.master.view(-1)
             self.state[buffer.master] = {name: torch.zeros_like(flat) for name in MOMENTS}
@@ -83,34 +88,42 @@ class LambertOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step over the bound partition, from the gradients that DeepSpeed put there."""
+        """One step over the bound partition, from the gradients that DeepSpeed put there.
+
+        These are read as they are: what unscales and clips them is a factor on the device, so that no
+        step waits for the GPU.
+        """
         if self.partition is None:
             return  # DeepSpeed's initialisation may try the optimizer on zero gradients
         self.steps += 1
         gradients = [_gradient(buffer) for buffer in self.partition.buffers]
-        for gradient in gradients:
-            gradient.mul_(1.0 / self.gradient_scale)
-        squares = self._squares(gradients)
+        unscale = self.partition.divisor / self.gradient_scale
+        both = zip(gradients, self.layouts, strict=True)
+        squares = torch.stack([gradient_square_sum(*pair) for pair in both]).sum() * unscale**2
+        factor = torch.full_like(squares, unscale)
         if self.config.gradient_clipping > 0:  # the moments must see clipped gradients: a second all-reduce
             norm = self._complete(squares.clone()).sqrt()
-            factor = (self.config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in gradients:
-                gradient.mul_(factor)
-        directions = [self._direction(b, g) for b, g in zip(self.partition.buffers, gradients, strict=True)]
-        self.gradient_norm = self._update(directions, squares).sqrt()
+            factor *= (self.config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
+        self.gradient_norm = self._update(gradients, factor, squares).sqrt()
 
-    def _update(self, directions: list[Tensor], squares: Tensor) -> Tensor:
-        """Move the weights. ``squares`` () is this rank's sum of squared gradients; returns that of all ranks."""
+    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
+        """Move the weights by ``factor`` times the gradients. ``squares`` () is this rank's sum of squared
+        gradients, unscaled and before clipping; returns that of all ranks.
+        """
         raise NotImplementedError
 
-    def _squares(self, gradients: list[Tensor]) -> Tensor:
+    def _layout(self, buffer: Buffer, rows: dict[str, int]) -> Layout:
         assert self.partition is not None
-        squares = gradients[0].new_zeros(())
-        for buffer, gradient in zip(self.partition.buffers, gradients, strict=True):
-            for part in buffer.slices:
-                own = _cut(gradient, part)
-                squares += own.dot(own)
-        return squares
+        pieces = []
+        for part in buffer.slices:
+            whole = part.length == self.partition.shapes[part.name].numel()
+            decay = self.config.weight_decay if part.name in rows else 0.0
+            pieces.append(Piece(part.offset, part.length, decay, rows.get(part.name, -1), whole))
+        return make_layout(pieces, buffer.master.numel(), buffer.master.device)
+
+    def _flats(self) -> list[Flat]:
+        assert self.partition is not None
+        return [Flat(b.master.view(-1), *self.moments(b).values()) for b in self.partition.buffers]
 
     def _complete(self, sums: Tensor) -> Tensor:
         """Partial sums over the ranks' shares, made whole."""
@@ -119,17 +132,9 @@ class LambertOptimizer(torch.optim.Optimizer):
             dist.all_reduce(sums)
         return sums
 
-    def _direction(self, buffer: Buffer, gradient: Tensor) -> Tensor:
-        config, state = self.config, self.state[buffer.master]
-        moments = Moments(config.beta1, config.beta2, config.epsilon, config.bias_correction)
-        return adam_direction(gradient, state["exp_avg"], state["exp_avg_sq"], moments, self.steps)
-
-    def _parts(self, directions: list[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, weight, direction) of each tensor's part in this rank's share."""
-        assert self.partition is not None
-        for buffer, direction in zip(self.partition.buffers, directions, strict=True):
-            for part in buffer.slices:
-                yield part.name, _cut(buffer.master, part), _cut(direction, part)
+    def _moments(self) -> Moments:
+        config = self.config
+        return Moments(config.beta1, config.beta2, config.epsilon, config.bias_correction)
 
     @property
     def rate(self) -> float:
@@ -145,44 +150,33 @@ class LambertOptimizer(torch.optim.Optimizer):
 class Adam(LambertOptimizer):
     """AdamW, or the original BERT's Adam with ``bias_correction: false``."""
 
-    def _update(self, directions: list[Tensor], squares: Tensor) -> Tensor:
-        assert self.partition is not None
-        for name, weight, direction in self._parts(directions):
-            decay = self.config.weight_decay if decays(self.partition.shapes[name]) else 0.0
-            adam_step(weight, direction, self.rate, decay)
+    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
+        for flat, gradient, layout in zip(self._flats(), gradients, self.layouts, strict=True):
+            adam_update(flat, gradient, layout, self._moments(), self.steps, self.rate, factor)
         return self._complete(squares)
 
 
 class Lamb(LambertOptimizer):
     """LAMB: Adam's direction, with each tensor's step scaled to its own norm."""
 
-    def _update(self, directions: list[Tensor], squares: Tensor) -> Tensor:
+    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
         assert self.partition is not None
-        adapted = [name for name, shape in self.partition.shapes.items() if decays(shape)]
-        row = {name: k for k, name in enumerate(adapted)}
-        sums = directions[0].new_zeros(len(adapted) + 1, 2)  # the last row takes the gradients' squares along
+        flats, moments, rate = self._flats(), self._moments(), self.rate
+        rows = sum(decays(shape) for shape in self.partition.shapes.values())
+        sums = squares.new_zeros(rows + 1, 2)  # the last row takes the gradients' squares along
         sums[-1, 0] = squares
-        for name, weight, direction in self._parts(directions):
-            if name in row:
-                direction.add_(weight, alpha=self.config.weight_decay)
-                sums[row[name]] += square_sums(weight, direction)
+        for flat, gradient, layout in zip(flats, gradients, self.layouts, strict=True):
+            lamb_begin(flat, gradient, layout, moments, self.steps, rate, factor, sums[:-1])
         sums = self._complete(sums)
         self.trust = trust_ratios(sums[:-1])
-        for name, weight, direction in self._parts(directions):
-            if name in row:
-                lamb_step(weight, direction, self.trust[row[name]], self.rate)
-            else:
-                adam_step(weight, direction, self.rate, 0.0)
+        for flat, layout in zip(flats, self.layouts, strict=True):
+            lamb_finish(flat, layout, moments, self.steps, rate, self.trust)
         return sums[-1, 0]
 
 
 def make_optimizer(parameters: Iterator[Tensor], config: OptimizerConfig) -> LambertOptimizer:
     """The optimizer that the configuration names."""
     return {"lamb": Lamb, "adam": Adam}[config.name](parameters, config)
-
-
-def _cut(flat: Tensor, part: Slice) -> Tensor:
-    return flat.view(-1)[part.offset : part.offset + part.length]
 
 
 def _gradient(buffer: Buffer) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 
 from data_prep.atomic import TEMPORARY
 from data_prep.manifest import file_sha256
-from data_prep.publish import HOPELESS
+from data_prep.publish import is_hopeless
 from trainer.errors import TrainerError
 
 WAITS = (1, 2, 4, 8)  # seconds between two attempts
@@ -56,7 +56,7 @@ class Remote:
                 return
             except Exception as error:  # each driver has classes of its own
                 seconds = next(waits, None)
-                if seconds is None or _is_hopeless(error) or self.ended.wait(seconds):
+                if seconds is None or is_hopeless(error) or self.ended.wait(seconds):
                     tried = "" if seconds is not None else f" ({len(WAITS) + 1} attempts)"
                     raise TrainerError(f"{self.address}/{key}: {_reason(error)}{tried}; {_remedy(error)}") from None
             finally:
@@ -132,14 +132,6 @@ def _prove(path: Path, sha256: str | None, size: int | None) -> None:
         raise OSError("it is not the manifest's file (its sha256 differs)")
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _is_hopeless(error: Exception) -> bool:
-    """Whether another attempt would not change it."""
-    status = getattr(error, "status", None)  # of HTTP: 408 and 429 ask for patience
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
-    full = getattr(error, "errno", None) == errno.ENOSPC
-    return refused or full or isinstance(error, HOPELESS) or "Credential" in type(error).__name__
 
 
 def _reason(error: Exception) -> str:

@@ -26,7 +26,7 @@ class Phase:
     power: float = 1.0  # of the polynomial decay; 1 is linear, 0 is constant
     end_learning_rate: float = 0.0
     heldout: str | None = None  # held-out shards, likewise, evaluated during the phase
-    # of the training shards; static: those in them; dynamic: new ones in each epoch, for data masked by token
+    # of the training shards; static: those in them; dynamic: new ones in each epoch, drawn as those were
     masks: Literal["static", "dynamic"] = "static"
 
     def problems(self) -> list[str]:

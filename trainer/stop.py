@@ -1,4 +1,6 @@
-"""A stop that all ranks agree on: a SIGTERM to any of them ends the run after a step that all of them finish.
+"""A stop that all ranks agree on: a SIGTERM to any of them ends the run at a step's border, the same for all.
+
+They look for it after a step, and while they wait for data that may never come.
 
 A launcher that is gone asks for the same, since nobody is left to pass a signal on. A rank cannot agree with one that
 has ended, and may wait for it in a collective, where Python runs no signal handler: a thread ends it then.
@@ -12,17 +14,19 @@ import signal
 import sys
 import threading
 import time
+from concurrent import futures
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainer.state import TrainState
 from trainer.world import World, leave
 
 LOST = 3  # the exit code of a rank that lost another one
 PATIENCE = 2.0  # seconds for a rank to say by itself that it lost another one
+POLL = 0.2  # seconds between two looks of ranks that wait for data
 LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run"}
 
 
@@ -30,7 +34,10 @@ class Stop:
     """Listens from its making on, which every rank does together. A second SIGTERM changes nothing, also in a save."""
 
     def __init__(self, world: World, every: int) -> None:
-        self.world, self.every, self.asked, self.decided = world, every, False, False
+        self.world, self.every = world, every
+        self.asked = False  # this rank was
+        self.decided = False  # by all ranks: they end at this step's border
+        self.broke_off = False  # likewise, instead of waiting for data
         others, launchers = _handles(_beside(world)), _handles(_above())
         signals, write = os.pipe()
         os.set_blocking(write, False)
@@ -41,14 +48,34 @@ class Stop:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
-    def agreed(self, state: TrainState) -> bool:
+    def agreed(self, step: int) -> bool:
         """Whether any rank was asked to stop; looked at every ``every`` steps, by all ranks together."""
-        if state.attempts % self.every:
-            return False
-        asked = torch.tensor(int(self.asked), device=self.world.device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        self.decided = bool(asked.item())
+        if step % self.every == 0:
+            self.decided = self.sum(self.asked) != [0]
         return self.decided
+
+    def wait(self, task: futures.Future[Any]) -> bool:
+        """Wait until ``task`` has ended on all ranks, who call it together.
+
+        False if any rank was asked to stop before: the run ends at this border, and nothing is waited for any longer.
+        Raises what this rank's task raises, as soon as it does.
+        """
+        while True:
+            ended = futures.wait([task], POLL).done
+            for one in ended:
+                one.result()
+            behind, asked = self.sum(not ended, self.asked)
+            if not behind:
+                return True
+            if asked:
+                self.decided = self.broke_off = True
+                return False
+
+    def sum(self, *numbers: int) -> list[int]:
+        """Each of the numbers over all ranks, who call it together."""
+        total = torch.tensor(numbers, dtype=torch.int64, device=self.world.device)
+        dist.all_reduce(total)
+        return total.tolist()
 
     def _watch(self, signals: int, others: list[int], launchers: list[int]) -> None:
         """Wait for a SIGTERM or a launcher's end; from then on, for the end of another rank of this node."""

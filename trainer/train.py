@@ -41,6 +41,7 @@ class Run:
         self.metrics = together(self._open_folder, world)
         self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed)
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
+        self.saved = -1  # the step of the newest checkpoint
 
     def _open_folder(self) -> Metrics:
         if self.world.is_main:
@@ -58,6 +59,7 @@ class Run:
         found = together(lambda: self._load(folder), self.world)
         self.engine.refresh_weights()
         state = TrainState(**found.record["state"])
+        self.saved = state.step
         self._say(f"resumed from {found.folder} at step {state.step}")
         return replace(state, restarts=state.restarts + 1)
 
@@ -121,7 +123,8 @@ class Run:
     def save(self, state: TrainState, due: bool = False) -> None:
         """Save a checkpoint every so many steps, or when it is ``due`` anyway; tell what became of the last one."""
         ended = []
-        if due or state.step % self.config.checkpoint.every_steps == 0:
+        if state.step != self.saved and (due or state.step % self.config.checkpoint.every_steps == 0):
+            self.saved = state.step
             self.metrics.flush()
             ended = self.saver.save(state.step, self._record(state))
             self.metrics.start_clock()
@@ -146,8 +149,10 @@ class Run:
         if data.heldout is None or not (due or (every is not None and state.step % every == 0)):
             return
         self.metrics.flush()
-        batches = data.heldout.sweep(self.config.evaluation.micro_batch)
-        self.metrics.heldout(state, evaluate(self.engine.model, batches, self.world.device))
+        batches = data.heldout.sweep(self.config.evaluation.micro_batch, self.stop)
+        figures = evaluate(self.engine.model, batches, self.world.device, self.engine.gathers)
+        if not self.stop.broke_off:
+            self.metrics.heldout(state, figures)
 
     def end(self, state: TrainState) -> None:
         """See the last save through, and leave word of how the run ended; a run that was killed leaves none.
@@ -197,7 +202,7 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     _describe(run, state)
     while state.phase < len(phases):
         data = phases[state.phase]
-        steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches)
+        steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
         with closing(steps):
             for batch in steps:
                 rate = learning_rate(data.phase, state.phase_step + 1)
@@ -207,13 +212,15 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
                 run.metrics.step(state, batch, result, rate)
                 if not result.applied:
                     continue  # the data moved on; nothing else did
-                stopping = run.stop.agreed(state)
+                run.stop.agreed(state.attempts)
                 run.evaluate(state, data, due=done)
-                run.save(state, due=done or stopping)
-                if done or stopping:
+                run.save(state, due=done or run.stop.decided)
+                if done or run.stop.decided:
                     break
+            else:  # a stop was asked for while the next batch did not come
+                run.save(state, due=True)
         state = state.entering(config.phases)
-        if stopping:
+        if run.stop.decided:
             break
     run.end(state)
     return state

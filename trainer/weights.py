@@ -22,6 +22,7 @@ from trainer.errors import TrainerError
 from trainer.export import read_folder
 from trainer.model import ModelConfig
 from trainer.optimizer import LambertOptimizer
+from trainer.partition import fill_masters
 
 _FREE = ("dropout", "attention_dropout", "initializer_range")  # no weight means another thing under another one
 
@@ -55,12 +56,7 @@ def start_from(path: Path, model: ModelConfig, optimizer: LambertOptimizer, tell
     shapes = {name: tensor.shape for name, tensor in given.tensors.items()}
     kept = {n: s for n, s in partition.shapes.items() if n not in shapes} if given.heads_may_lack else {}
     require_shapes(f"run.weights: {path}", shapes | kept, partition.shapes)
-    for buffer in partition.buffers:
-        flat = buffer.master.detach().view(-1)
-        for part in buffer.slices:
-            if part.name in shapes:
-                whole = given.tensors[part.name].reshape(-1)
-                flat[part.offset : part.offset + part.length] = whole[part.start : part.start + part.length]
+    fill_masters(partition, given.tensors)
 
 
 def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:

@@ -1,0 +1,129 @@
+"""An HTTP server of a data set's files whose network is bad where a test wants it, and a loader of what it serves."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import fields
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from data_prep.shards import BLOCK
+from trainer.batch import MicroBatch
+from trainer.cache import CacheConfig, open_cache
+from trainer.loader import Loader, StepBatch
+from trainer.order import Order
+
+WINDOW, BATCH = 1, 24  # of shards, of samples; the data set has five shards of 64 samples, the last one less
+
+
+class Server(ThreadingHTTPServer):
+    """Serves ``folder``. ``faults`` of a file's name: what becomes of the next requests for it."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        self.folder = folder
+        self.gets = list[str]()  # names, in the order of the requests
+        self.faults = dict[str, list[str]]()
+        self.released = threading.Event()  # ends what hangs
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.released.set()
+        self.shutdown()
+        self.server_close()
+
+    def tars(self) -> Counter[str]:
+        """How often each tar was asked for."""
+        return Counter(name for name in self.gets if name.endswith(".tar"))
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """One request."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        name = self.path.rsplit("/", 1)[-1]
+        self.server.gets.append(name)
+        faults = self.server.faults.get(name, [])
+        fault = faults.pop(0) if faults else "none"
+        content = b"" if fault == "none" else Path(self.translate_path(self.path)).read_bytes()
+        match fault:
+            case "busy":
+                self.send_error(503)
+            case "forbidden":
+                self.send_error(403)
+            case "cut" | "hang":
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2])
+                if fault == "hang":
+                    self.server.released.wait(600)
+            case "none":
+                super().do_GET()
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+def loader_of(server: Server, cache: Path, rank: int = 0, size: int = 1, gigabytes: float = 0) -> Loader:
+    opened = open_cache(server.address, CacheConfig(str(cache), gigabytes), 30, rank)
+    return Loader(opened.folder, opened.manifest, rank, size, None, opened)
+
+
+def order_of(loader: Loader) -> Order:
+    return Order(tuple(shard.samples for shard in loader.manifest.shards), 4, WINDOW)
+
+
+def read(loader: Loader, position: int, steps: int, each: Callable[[], object] = lambda: None) -> list[StepBatch]:
+    out = []
+    with closing(loader.steps(order_of(loader), position, BATCH, 2)) as batches:
+        for _ in range(steps):
+            out.append(next(batches))
+            each()
+    return out
+
+
+def values(batch: MicroBatch) -> list[object]:
+    found = [getattr(batch, field.name) for field in fields(batch)]
+    return [(str(value.dtype), value.tolist()) if isinstance(value, Tensor) else value for value in found]
+
+
+def content(steps: list[StepBatch]) -> list[object]:
+    return [(s.position, s.counts, [values(batch) for batch in s.micro_batches]) for s in steps]
+
+
+def whole_tars(cache: Path) -> set[str]:
+    return {path.name for path in cache.glob("*/*.tar")}
+
+
+def damage(folder: Path, kind: str) -> None:
+    """Do to shard 1, or its index, what ``kind`` says."""
+    path = folder / ("shard-00001.idx.npy" if kind.startswith("index") else "shard-00001.tar")
+    data = path.read_bytes()
+    match kind.split()[-1]:
+        case "flipped":  # in the ids of sample 17, whose member takes two blocks, as all do
+            place = min(17 * 2 * BLOCK + BLOCK + 140, len(data) - 1)
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        case "cut":
+            path.write_bytes(data[:-700])
+        case "member":  # it ends as a tar may, between two members
+            path.write_bytes(data[: 10 * 2 * BLOCK])
+        case "empty":
+            path.write_bytes(b"")
+        case "gone":
+            path.unlink()
+        case "foreign":
+            shutil.copy(str(path).replace("00001", "00000"), path)

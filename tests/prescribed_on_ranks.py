@@ -1,0 +1,111 @@
+"""Run by test_trainer_optimizer.py and test_gpu.py on each rank: the engine's steps over prescribed gradients.
+
+    python tests/prescribed_on_ranks.py OUT ZERO_STAGES [key=value …]
+
+Bert's forward is replaced by the sum of all weights, each times its prescribed gradient; of this, every rank gives its
+share of the elements. All padding of the masters and moments is NaN. OUT gets the masters of each
+of ZERO_STAGES ("1,2,3"), and the gradient norms of the steps. ``scales=1,256``: loss scales, over and over.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from dataclasses import replace
+
+import torch
+from engine_on_ranks import allow_fp16_on_cpus, whole
+from torch import Tensor, nn
+
+from trainer.batch import GlobalCounts, MicroBatch
+from trainer.checkpoint import flat_tensors
+from trainer.engine import Engine, EngineConfig
+from trainer.loader import filler
+from trainer.model import Bert, Layer, ModelConfig, Output
+from trainer.optimizer import OptimizerConfig
+from trainer.world import from_launcher, join, leave
+
+# BERT-Tiny with fewer layers and words
+MODEL = ModelConfig(layers=1, hidden=128, heads=2, intermediate=512, max_positions=128, vocab_size=1000)
+STEPS, RATE = 20, 0.01
+OPTIMIZER = OptimizerConfig(gradient_clipping=1.0)  # of norms around 20
+
+
+def gradient(step: int, name: str, shape: torch.Size) -> Tensor:
+    """The prescribed gradient of a parameter; their sizes differ by a factor of a hundred."""
+    seed = zlib.crc32(f"{step} {name}".encode())
+    size = 10.0 ** -(1 + zlib.crc32(name.encode()) % 3)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
+
+
+def batch_of(step: int, part: int, parts: int) -> MicroBatch:
+    """What the replaced forwards know their place by."""
+    return replace(filler(0, 0), samples=torch.tensor([(step * 100 + parts) * 100 + part]))
+
+
+def weighed(module: nn.Module, batch: MicroBatch, prefix: str) -> Tensor:
+    """() fp32: the sum of a module's own weights, each times its prescribed gradient if it is this part's turn."""
+    place, part = divmod(int(batch.samples), 100)
+    step, parts = divmod(place, 100)
+    total = torch.zeros((), device=batch.tokens.device)
+    for name, parameter in module.named_parameters(recurse=False):
+        prescribed = gradient(step, prefix + name, parameter.shape).view(-1)[part::parts]
+        total = total + (parameter.view(-1)[part::parts].float() * prescribed.to(total.device)).sum()
+    return total
+
+
+def replace_forwards() -> None:
+    """Bert and its layers, as modules that each use their own parameters."""
+
+    def layer(self: Layer, x: Tensor, batch: MicroBatch, keys: Tensor | None) -> Tensor:
+        return x + weighed(self, batch, f"layers.{self.site // 4 - 1}.")
+
+    def bert(self: Bert, batch: MicroBatch, keys: Tensor | None = None) -> Output:
+        x = weighed(self, batch, "")
+        for each in self.layers:
+            x = each(x, batch, keys)
+        zero = torch.zeros((), dtype=torch.int64, device=x.device)
+        return Output(x, torch.zeros_like(x), zero, zero)
+
+    Layer.forward, Bert.forward = layer, bert  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def poison(engine: Engine) -> None:
+    """NaN wherever a buffer holds no parameter."""
+    for buffer in engine.partition.buffers:
+        padding = torch.ones(buffer.master.numel(), dtype=torch.bool)
+        for part in buffer.slices:
+            padding[part.offset : part.offset + part.length] = False
+        for flat in flat_tensors(engine.optimizer, buffer).values():
+            flat[padding.to(flat.device)] = torch.nan
+
+
+def main() -> None:
+    out, stages = sys.argv[1:3]
+    options = {"device": "cpu", "precision": "fp32", "scales": "1"} | dict(
+        option.split("=", 1) for option in sys.argv[3:]
+    )
+    world = from_launcher(options["device"])
+    join(world, 60)
+    if options["device"] == "cpu":
+        allow_fp16_on_cpus()
+    replace_forwards()
+    told, scales = {}, [float(scale) for scale in options["scales"].split(",")]
+    for stage in map(int, stages.split(",")):
+        config = EngineConfig(stage, options["precision"])  # type: ignore[arg-type]
+        engine = Engine(config, MODEL, OPTIMIZER, world, seed=3)
+        poison(engine)
+        norms = []
+        for step in range(STEPS):
+            engine.loss_scale = replace(engine.loss_scale, scale=scales[step % len(scales)])
+            mine = [batch_of(step, world.rank, world.size)]
+            norms.append(float(engine.step(mine, GlobalCounts(1, 1, 1, 1), step, RATE).gradient_norm))
+        told[stage] = {"weights": whole(engine, "weight"), "norms": norms}
+    if world.is_main:
+        torch.save(told, out)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
