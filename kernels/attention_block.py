@@ -78,12 +78,16 @@ def _attention_block_forward_kernel(
     HEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
-    SHORT: tl.constexpr,  # the block of a sequence that fits into it
+    SHORT: tl.constexpr,  # the block of a sequence that fits into it; BLOCK: there is none
     DROPOUT: tl.constexpr,
 ):
     start = tl.load(cu_seqlens + tl.program_id(1))
     length = tl.load(cu_seqlens + tl.program_id(1) + 1) - start
-    if length <= SHORT:
+    if SHORT == BLOCK:
+        _attention_forward_block(
+            start, length, qkv, keys, out, lse, tokens, scale, site, cut, gain, HEADS, HEAD, BLOCK_H, BLOCK, DROPOUT
+        )
+    elif length <= SHORT:
         _attention_forward_block(
             start, length, qkv, keys, out, lse, tokens, scale, site, cut, gain, HEADS, HEAD, BLOCK_H, SHORT, DROPOUT
         )
@@ -174,7 +178,12 @@ def _attention_block_backward_kernel(
 ):
     start = tl.load(cu_seqlens + tl.program_id(1))
     length = tl.load(cu_seqlens + tl.program_id(1) + 1) - start
-    if length <= SHORT:
+    if SHORT == BLOCK:
+        _attention_backward_block(
+            start, length, qkv, d_out, d_qkv, keys, lse, tokens, scale, site, cut, gain,
+            HEADS, HEAD, BLOCK_H, BLOCK, PER, DROPOUT, STAGES,
+        )  # fmt: skip
+    elif length <= SHORT:
         _attention_backward_block(
             start, length, qkv, d_out, d_qkv, keys, lse, tokens, scale, site, cut, gain,
             HEADS, HEAD, BLOCK_H, SHORT, PER, DROPOUT, STAGES,
@@ -240,6 +249,6 @@ def _shape(max_seqlen: int, size: int) -> dict[str, int]:
     return {
         "BLOCK_H": block_h,
         "BLOCK": block,
-        "SHORT": 64 if block > 64 else 0,
+        "SHORT": min(64, block),
         "num_warps": 8 if block > 64 else 4,
     }
