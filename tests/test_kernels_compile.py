@@ -11,7 +11,7 @@ import pytest
 from ranks import ROOT
 
 
-@pytest.mark.parametrize(("which", "kernels"), [("attention", 13), ("rows", 20), ("optimizers", 12)])
+@pytest.mark.parametrize(("which", "kernels"), [("attention", 10), ("rows", 20), ("optimizers", 12)])
 def test_kernels_compile_for_an_h100(which: str, kernels: int, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
