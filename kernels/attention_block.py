@@ -83,15 +83,11 @@ def _attention_block_forward_kernel(
 ):
     start = tl.load(cu_seqlens + tl.program_id(1))
     length = tl.load(cu_seqlens + tl.program_id(1) + 1) - start
-    if SHORT == BLOCK:
-        _attention_forward_block(
-            start, length, qkv, keys, out, lse, tokens, scale, site, cut, gain, HEADS, HEAD, BLOCK_H, BLOCK, DROPOUT
-        )
-    elif length <= SHORT:
+    if length <= SHORT:
         _attention_forward_block(
             start, length, qkv, keys, out, lse, tokens, scale, site, cut, gain, HEADS, HEAD, BLOCK_H, SHORT, DROPOUT
         )
-    else:
+    elif SHORT < BLOCK:
         _attention_forward_block(
             start, length, qkv, keys, out, lse, tokens, scale, site, cut, gain, HEADS, HEAD, BLOCK_H, BLOCK, DROPOUT
         )
@@ -178,17 +174,12 @@ def _attention_block_backward_kernel(
 ):
     start = tl.load(cu_seqlens + tl.program_id(1))
     length = tl.load(cu_seqlens + tl.program_id(1) + 1) - start
-    if SHORT == BLOCK:
-        _attention_backward_block(
-            start, length, qkv, d_out, d_qkv, keys, lse, tokens, scale, site, cut, gain,
-            HEADS, HEAD, BLOCK_H, BLOCK, PER, DROPOUT, STAGES,
-        )  # fmt: skip
-    elif length <= SHORT:
+    if length <= SHORT:
         _attention_backward_block(
             start, length, qkv, d_out, d_qkv, keys, lse, tokens, scale, site, cut, gain,
             HEADS, HEAD, BLOCK_H, SHORT, PER, DROPOUT, STAGES,
         )  # fmt: skip
-    else:
+    elif SHORT < BLOCK:
         _attention_backward_block(
             start, length, qkv, d_out, d_qkv, keys, lse, tokens, scale, site, cut, gain,
             HEADS, HEAD, BLOCK_H, BLOCK, PER, DROPOUT, STAGES,

@@ -43,18 +43,12 @@ def resolve(device: str) -> Backend:
 
     Raises UnavailableError where Triton is asked for, or a GPU needs it, and it cannot run.
     """
-    choice, interpreted = _choice.get(), _interpreted()
-    if choice == "torch" or (choice == "auto" and device != "cuda"):
-        reason = "asked for" if choice == "torch" else f"the kernels are plain PyTorch on {device}"
-        return Backend("torch", reason, apex())
-    if TRITON_MISSING:
-        raise UnavailableError(
-            f"the kernels need Triton on a GPU ({TRITON_MISSING}): install it, or set kernels to torch"
-        )
-    if device != "cuda" and not interpreted:
-        raise UnavailableError(f"Triton does not run on {device}: set kernels to auto or torch, or TRITON_INTERPRET=1")
-    how = "in its interpreter" if interpreted else "compiled"
-    return Backend("triton", f"Triton {triton.__version__}, {how}", apex())
+    name = _name(device)
+    if name == "torch":
+        reason = "asked for" if _choice.get() == "torch" else f"the kernels are plain PyTorch on {device}"
+    else:
+        reason = f"Triton {triton.__version__}, {'in its interpreter' if _interpreted() else 'compiled'}"
+    return Backend(name, reason, apex())
 
 
 @contextmanager
@@ -71,11 +65,8 @@ def using(choice: str) -> Iterator[None]:
 
 def fused(x: Tensor) -> bool:
     """Whether ``x`` goes to a Triton kernel. Raises UnavailableError as ``resolve``, TypeError for its dtype."""
-    choice = _choice.get()
-    if choice == "torch" or (choice == "auto" and not x.is_cuda):
+    if _name(x.device.type) == "torch":
         return False
-    if TRITON_MISSING or not x.is_cuda:
-        resolve(x.device.type)
     if x.dtype not in DTYPES:
         raise TypeError(f"the Triton kernels take fp16, bf16 and fp32, not {x.dtype}: set kernels to torch for it")
     return True
@@ -113,6 +104,19 @@ def _import_triton() -> tuple[Any, Any, str]:
 
 
 triton, tl, TRITON_MISSING = _import_triton()
+
+
+def _name(device: str) -> str:
+    choice = _choice.get()
+    if choice == "torch" or (choice == "auto" and device != "cuda"):
+        return "torch"
+    if TRITON_MISSING:
+        raise UnavailableError(
+            f"the kernels need Triton on a GPU ({TRITON_MISSING}): install it, or set kernels to torch"
+        )
+    if device != "cuda" and not _interpreted():
+        raise UnavailableError(f"Triton does not run on {device}: set kernels to auto or torch, or TRITON_INTERPRET=1")
+    return "triton"
 
 
 def _interpreted() -> bool:
