@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # asked for as the kernels are imported: before all that follow
+from file_server import Server
 from hypothesis import settings
 
 from data_prep.build import build
@@ -19,6 +21,7 @@ from data_prep.draws import bits
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.tokenizer import train_tokenizer
+from trainer import remote
 from trainer.model import ModelConfig
 
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te")
@@ -50,6 +53,26 @@ def tiny_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_shards(tiny_shards: Path, tmp_path: Path) -> Path:
     """A copy of ``tiny_shards`` that a test may damage."""
     return Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+
+
+@pytest.fixture
+def server(own_shards: Path) -> Iterator[Server]:
+    """``own_shards`` over HTTP, until the test ends."""
+    running = Server(own_shards)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """The folder of a cache for remote shards, not made yet."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed fetches are tried again at once."""
+    monkeypatch.setattr(remote, "WAITS", (0.01, 0.01, 0.01, 0.01))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,22 +20,7 @@ from trainer.cache import Cache, CacheConfig, open_cache
 from trainer.errors import TrainerError
 from trainer.loader import Loader
 
-
-@pytest.fixture
-def server(own_shards: Path) -> Iterator[Server]:
-    running = Server(own_shards)
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture(autouse=True)
-def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAITS", (0.01, 0.01, 0.01, 0.01))
+pytestmark = pytest.mark.usefixtures("no_waits")
 
 
 # ---- once, ahead, and no more than two windows ---------------------------------------------------------------

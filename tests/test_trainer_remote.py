@@ -19,7 +19,6 @@ from runs import lines, write_config
 
 from data_prep.manifest import MANIFEST, load_manifest, manifest_hash
 from data_prep.publish import publish
-from trainer import remote
 from trainer.cache import CacheConfig, open_cache
 from trainer.config import Config, RunConfig
 from trainer.data import PhaseData, open_phases
@@ -29,24 +28,8 @@ from trainer.model import ModelConfig
 from trainer.schedule import Phase
 from trainer.world import World
 
+pytestmark = pytest.mark.usefixtures("no_waits")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def server(own_shards: Path) -> Iterator[Server]:
-    running = Server(own_shards)
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture(autouse=True)
-def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAITS", (0.01, 0.01, 0.01, 0.01))
 
 
 def phase_of(

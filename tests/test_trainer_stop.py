@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,6 @@ from trainer.order import Order
 
 STEPS = 10
 BEFORE = 4  # steps of 30 samples that two windows of 64 are enough for
-
-
-@pytest.fixture
-def server(own_shards: Path) -> Iterator[Server]:
-    running = Server(own_shards)
-    yield running
-    running.stop()
 
 
 def third_window(shards: Path) -> str:
