@@ -27,6 +27,7 @@ from trainer.loader import collate, filler
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.order import deal
+from trainer.stopwatch import Stopwatch
 from trainer.world import from_launcher, join, leave
 
 MODEL = ModelConfig(
@@ -104,7 +105,8 @@ def main() -> None:
         initial_loss_scale=float(options["scale"]),
         loss_scale_growth_interval=int(options["growth"]),
     )
-    engine = Engine(config, MODEL, OptimizerConfig(name=options["optimizer"]), world, seed=3)  # type: ignore[arg-type]
+    watch = Stopwatch(world.device)
+    engine = Engine(config, MODEL, OptimizerConfig(name=options["optimizer"]), world, 3, watch)  # type: ignore[arg-type]
     scales = [float(scale) for scale in options["scales"].split(",")] if "scales" in options else []
     poisoned = (
         [tuple(map(int, part.split(":"))) for part in options["poison"].split(",")] if "poison" in options else []
@@ -132,8 +134,8 @@ def main() -> None:
             gradients = whole(engine, "exp_avg")
     weights = whole(engine, "weight")
     if world.is_main:
-        steps_taken = {"steps": engine.optimizer.steps}
-        torch.save({**told, **steps_taken, "start": start, "weights": weights, "gradients": gradients}, out)
+        taken = {"steps": engine.optimizer.steps, "parts": watch.read()}
+        torch.save({**told, **taken, "start": start, "weights": weights, "gradients": gradients}, out)
     leave(0)
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
 from data_prep.shards import shard_name, tar_path
-from trainer.report import read_lines
+from trainer.journal import read_lines
 
 STEPS = (60, 40)  # of the two phases
 TIMEOUT = 240
@@ -132,6 +132,10 @@ def test_killed_stopped_and_resumed_is_never_killed_and_exports(
     assert resumed.returncode == 0, output
     assert f"at step {ended['step']}" in output  # nothing was lost
     assert json.loads((killed / "ended.json").read_text())["how"] == "done"
+    assert [line["how"] for line in lines(killed, "end")] == ["stopped", "done"]  # the kill left no word
+    first, again, last_one = lines(killed, "start")
+    assert again["rolled_back"] == max(r["step"] for r in lines(killed, "step") if r["restarts"] == 0) - again["step"]
+    assert (first["rolled_back"], last_one["rolled_back"], last_one["step"]) == (0, 0, ended["step"])
 
     last = f"step-{sum(STEPS):08d}"
     parts = sorted(path.name for path in (killed / last).glob("part-*"))

@@ -19,9 +19,9 @@ from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.tokenizer import train_tokenizer
 from trainer.errors import TrainerError
+from trainer.journal import read_lines
 from trainer.loader import DynamicMasks, Loader
 from trainer.order import Order
-from trainer.report import read_lines
 
 UNITS = ("token", "word", "ngram", "span")
 DEVIATIONS = 5  # that a measured mean may be off: by chance once in 1.7 million times

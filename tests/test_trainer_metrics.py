@@ -6,6 +6,9 @@ import json
 import math
 import re
 import resource
+import socket
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,13 +24,16 @@ from ranks import free_port
 
 from trainer.batch import GlobalCounts
 from trainer.engine import StepResult
-from trainer.errors import TrainerError
-from trainer.loader import StepBatch
-from trainer.metrics import NODE_SERIES, RUN_SERIES, Exporter, Metrics, MetricsConfig, model_flops
+from trainer.errors import NotFiniteError, TrainerError
+from trainer.exporter import NODE_SERIES, PARTS, RUN_SERIES, SPENT, STATES, Exporter
+from trainer.flops import model_flops, peak_flops
+from trainer.journal import read_lines
+from trainer.loader import StepBatch, filler
+from trainer.metrics import Metrics, MetricsConfig, Subject
 from trainer.model import ModelConfig
-from trainer.report import read_lines
 from trainer.saving import Saved
 from trainer.state import TrainState
+from trainer.stopwatch import Stopwatch
 from trainer.world import World
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)
@@ -48,7 +54,8 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def metrics(folder: Path, config: MetricsConfig = QUIET) -> Metrics:
-    return Metrics(config, folder, TINY, 1000, ALONE)
+    subject = Subject("tests", folder, TINY, target_steps=1000, checkpoint_steps=50, clipping=5.0)
+    return Metrics(config, subject, ALONE, Stopwatch(ALONE.device))
 
 
 def result(mlm: float = 100.0, norm: float = 2.0, applied: bool = True) -> StepResult:
@@ -61,7 +68,8 @@ def train(metrics: Metrics, steps: int, state: TrainState | None = None, **kwarg
     """The state after ``steps`` more steps, all of them alike."""
     state, counts = state or TrainState(), kwargs.pop("counts", COUNTS)
     for _ in range(steps):
-        batch = StepBatch(state.position, 8, (), counts, wait_seconds=0.25)
+        micro_batch = replace(filler(2, 3), tokens=torch.zeros(counts.tokens, dtype=torch.int64))
+        batch = StepBatch(state.position, 8, (micro_batch,), counts, wait_seconds=0.25)
         given = result(**kwargs)
         state = state.after(batch, given.applied)
         metrics.step(state, batch, given, 1e-3)
@@ -76,17 +84,18 @@ def scrape(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], flo
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    return scrape(metrics)[f"lambert_{name}", frozenset(labels.items())]
+    return scrape(metrics)[f"lambert_{name}", frozenset({"run": "tests", **labels}.items())]
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """The JSON lines, read as strictly as any other language would."""
+def lines(folder: Path, event: str = "") -> list[dict[str, Any]]:
+    """The JSON lines of an event, by default all, read as strictly as any other language would."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     text = (folder / "metrics.jsonl").read_text()
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    found = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    return [line for line in found if event in ("", line["event"])]
 
 
 # ---- operations ----------------------------------------------------------------------------------------------
@@ -95,13 +104,12 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("length", "gigaflop"), [(128, 240.5), (512, 1019.9)])
 def test_operations_of_bert_large(length: int, gigaflop: float) -> None:
     counts = GlobalCounts(targets=20 * length * 15 // 100, pairs=20, tokens=20 * length, squares=20 * length**2)
-    assert model_flops(LARGE, StepBatch(0, 20, (), counts)) / 20 / 1e9 == pytest.approx(gigaflop, abs=0.05)
+    assert model_flops(LARGE, counts) / 20 / 1e9 == pytest.approx(gigaflop, abs=0.05)
 
 
 def test_operations_count_real_lengths_and_the_real_width() -> None:
     def flops(model: ModelConfig, *lengths: int) -> float:
-        counts = GlobalCounts(0, len(lengths), sum(lengths), sum(n * n for n in lengths))
-        return model_flops(model, StepBatch(0, len(lengths), (), counts))
+        return model_flops(model, GlobalCounts(0, len(lengths), sum(lengths), sum(n * n for n in lengths)))
 
     assert flops(LARGE, 100, 28) == pytest.approx(flops(LARGE, 100) + flops(LARGE, 28))
     assert flops(LARGE, 64, 64) < flops(LARGE, 128)
@@ -114,7 +122,7 @@ def test_operations_count_real_lengths_and_the_real_width() -> None:
 
 def test_a_step_is_written_as_means_over_the_global_batch(tmp_path: Path) -> None:
     train(metrics(tmp_path), 10)
-    steps = lines(tmp_path)
+    steps = lines(tmp_path, "step")
     assert [line["step"] for line in steps] == list(range(1, 11))
     first = steps[0]
     assert (first["mlm_loss"], first["nsp_loss"], first["loss"]) == (100 / 40, 4 / 8, 3.0)
@@ -122,7 +130,8 @@ def test_a_step_is_written_as_means_over_the_global_batch(tmp_path: Path) -> Non
     assert (first["position"], first["samples"], first["tokens"]) == (8, 8, 300)
     assert (first["learning_rate"], first["gradient_norm"], first["loss_scale"]) == (1e-3, 2.0, 64.0)
     assert (first["trust_min"], first["trust_mean"], first["trust_max"]) == (0.5, 1.5, 3.0)
-    assert first["applied"] and first["wait_seconds"] == 0.25 and first["seconds"] > 0
+    assert (first["batch"], first["targets"], first["flops"]) == (8, 40, model_flops(TINY, COUNTS))
+    assert first["applied"] and not first["clipped"] and first["wait_seconds"] == 0.25 and first["seconds"] > 0
 
 
 def test_data_without_pairs_have_no_figures_of_a_second_task(
@@ -135,9 +144,9 @@ def test_data_without_pairs_have_no_figures_of_a_second_task(
     told.heldout(state, {"mlm_loss": 3.5, "mlm_accuracy": 0.3})
     train(told, 10, state, counts=single)
     assert {labels for name, labels in scrape(told) if name in ("lambert_loss", "lambert_accuracy_ratio")} == {
-        frozenset({"task": "mlm", "split": split}.items()) for split in ("train", "heldout")
+        frozenset({"run": "tests", "task": "mlm", "split": split}.items()) for split in ("train", "heldout")
     }
-    steps = [line for line in lines(tmp_path) if line["event"] == "step"]
+    steps = lines(tmp_path, "step")
     assert ["nsp_loss" in line or "nsp_accuracy" in line for line in steps] == 5 * [True] + 15 * [False]
     assert [steps[0]["loss"], steps[-1]["loss"], steps[-1]["mlm_loss"]] == [3.0, 2.5, 2.5]
     shown = capsys.readouterr().out.splitlines()
@@ -150,12 +159,12 @@ def test_ranks_talk_only_when_it_is_time(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "all_reduce", talks.append)
     told = metrics(tmp_path)
     state = train(told, 9)
-    assert not talks and not lines(tmp_path)
+    assert not talks and not (tmp_path / "metrics.jsonl").exists()
     train(told, 12, state)
-    assert len(talks) == 2 and len(lines(tmp_path)) == 20
+    assert len(talks) == 2 and len(lines(tmp_path, "step")) == 20
     told.flush()
     told.flush()
-    assert len(talks) == 3 and len(lines(tmp_path)) == 21
+    assert len(talks) == 3 and len(lines(tmp_path, "step")) == 21
 
 
 def test_a_skipped_step_is_counted_as_skipped_alone(tmp_path: Path) -> None:
@@ -164,9 +173,10 @@ def test_a_skipped_step_is_counted_as_skipped_alone(tmp_path: Path) -> None:
     state = train(told, 2, state, mlm=math.nan, norm=math.inf, applied=False)
     train(told, 5, state)
     assert (value(told, "steps_total"), value(told, "skipped_steps_total")) == (8, 2)
-    assert (value(told, "samples_total"), value(told, "tokens_total")) == (64, 2400)
+    assert (value(told, "samples_total"), value(told, "tokens_total", kind="valid")) == (64, 2400)
+    assert value(told, "targets_total") == 320 and value(told, "nonfinite_total", where="loss") == 0
     assert (value(told, "step"), value(told, "step_duration_seconds_count")) == (8, 10)
-    skipped = lines(tmp_path)[3]
+    skipped = lines(tmp_path, "step")[3]
     assert skipped["applied"] is False and skipped["gradient_norm"] is skipped["mlm_loss"] is None
 
 
@@ -177,7 +187,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, broken: dict[str
     state = train(told, 1, state, **broken)
     with pytest.raises(TrainerError, match=r"^step 5: loss .* training diverged; lower the learning rate .*"):
         train(told, 5, state)
-    assert len(lines(tmp_path)) == 10  # what led there is on disk
+    assert len(lines(tmp_path, "step")) == 10  # what led there is on disk
+    where = "loss" if "mlm" in broken else "gradient"
+    assert value(told, "nonfinite_total", where=where) == 1 and value(told, "steps_total") == 10
 
 
 # ---- what is exported ----------------------------------------------------------------------------------------
@@ -191,19 +203,21 @@ def test_figures_are_those_of_the_last_logged_steps(tmp_path: Path) -> None:
     assert value(told, "loss", task="nsp", split="train") == pytest.approx(0.5)
     assert value(told, "accuracy_ratio", task="nsp", split="train") == pytest.approx(0.75)
     assert value(told, "trust_ratio", statistic="max") == 3
-    assert value(told, "data_wait_seconds_total", rank="0") == pytest.approx(5.0)
-    assert value(told, "model_flops_total") == 20 * model_flops(TINY, StepBatch(0, 8, (), COUNTS))
+    assert value(told, "model_flops_total") == 20 * model_flops(TINY, COUNTS)
     assert (value(told, "target_steps"), value(told, "loss_scale"), value(told, "gradient_norm")) == (1000, 64, 2)
 
 
 def test_a_resumed_run_shows_its_progress_before_its_first_step(tmp_path: Path) -> None:
     told = metrics(tmp_path)
-    assert value(told, "step") == 0
+    assert not any(name == "lambert_step" for name, _ in scrape(told))  # not 0: it is not known yet
     told.describe(TrainState(attempts=9, step=8, phase=1, restarts=2), {"device": "cpu", "precision": "fp32"})
-    assert [value(told, name) for name in ("step", "phase", "restarts")] == [8, 1, 2]
+    assert [value(told, name) for name in ("step", "phase", "restarts")] == [8, 1, 0]
+    again = metrics(tmp_path)  # the first one died before it could save: a loop of these must show, too
+    again.describe(TrainState(), {})
+    assert value(again, "restarts") == 1 == lines(tmp_path, "start")[1]["starts"]
     assert value(told, "last_step_timestamp_seconds") > 1.6e9  # an age against 0 would be 50 years
     assert value(told, "run_info", device="cpu", precision="fp32") == 1
-    assert lines(tmp_path)[0]["event"] == "start"
+    assert lines(tmp_path)[0]["event"] == "start" and value(told, "checkpoint_step") == 8
 
 
 def test_heldout_figures_and_checkpoints_are_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +261,8 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.Captu
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     train(told, 10, state)
     assert capsys.readouterr().out.count("metrics.jsonl loses lines until it can be written again: ") == 1
-    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [*range(1, 11), *range(31, 41)]
+    steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if line["event"] == "step"]
+    assert steps == [*range(1, 11), *range(31, 41)]
 
 
 def test_the_number_of_series_does_not_grow(tmp_path: Path) -> None:
@@ -258,18 +273,115 @@ def test_the_number_of_series_does_not_grow(tmp_path: Path) -> None:
     assert set(scrape(told)) == early
 
 
-def test_evaluations_and_checkpoints_belong_to_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 100.0, 103.0, 200.0, 202.0])  # start, step, after evaluation, step, after saving, step
+def test_every_second_is_spent_on_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock at each call: made, started, a step, evaluated, a step that is known, saved, one that overflowed."""
+    write_steps(tmp_path, 2)
+    clock = iter([0.0, 5.0, 6.0, 100.0, 103.0, 200.0, 202.0])
     monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: next(clock))
     told = metrics(tmp_path, replace(QUIET, log_every_steps=1000))
-    state = train(told, 1)
+    told.describe(TrainState(step=1), {})
+    state = train(told, 1, TrainState(step=1))
     told.heldout(state, dict.fromkeys(("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"), 0.0))
     state = train(told, 1, state)
-    told.start_clock()
-    train(told, 1, state)
+    told.spend("checkpoint")
+    train(told, 1, state, applied=False)
     monkeypatch.undo()
     told.flush()
-    assert [line["seconds"] for line in lines(tmp_path) if line["event"] == "step"] == [1.0, 3.0, 2.0]
+    assert [line["seconds"] for line in lines(tmp_path, "step")[2:]] == [1.0, 3.0, 2.0]
+    spent = {"start": 5, "rework": 0.75, "productive": 2.75, "skipped": 1.75, "data": 0.75}
+    spent |= {"evaluation": 94, "checkpoint": 97}
+    assert lines(tmp_path, "time")[-1]["spent"] == spent and sum(spent.values()) == 202 and set(spent) == set(SPENT)
+    assert {state: value(told, "time_seconds_total", state=state) for state in SPENT} == spent
+    assert value(told, "rolled_back_steps") == 1 == lines(tmp_path, "start")[0]["rolled_back"]
+
+
+def write_steps(folder: Path, steps: int) -> None:
+    """A journal of an earlier start."""
+    text = "".join(json.dumps({"event": "step", "step": step + 1}) + "\n" for step in range(steps))
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def test_what_ranks_tell_is_a_step_on_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.metrics.time.perf_counter", iter(range(1000)).__next__)  # a step takes a second
+    told = metrics(tmp_path)
+    told.describe(TrainState(), {})
+    assert value(told, "step_part_seconds_total", rank="0", part="reduce") == 0  # counters are there before they count
+    monkeypatch.setattr(
+        told.watch, "read", lambda: {"forward": 10.0, "backward": 20.0, "reduce": 5.0, "optimizer": 1.0}
+    )
+    train(told, 10)
+    note = lines(tmp_path, "ranks")[0]
+    assert note["parts"] == {"data": 0.25, "forward": 1.0, "backward": 2.0, "reduce": 0.5, "optimizer": 0.1}
+    assert note["compute"] == pytest.approx([3.35] * 3) and note["slowest"] == 0 and note["step"] == 10
+    exported = {part: value(told, "step_part_seconds_total", rank="0", part=part) for part in PARTS}
+    assert exported == {part: 10 * seconds for part, seconds in note["parts"].items()}
+    assert value(told, "memory_peak_bytes", rank="0") == note["memory_peak_bytes"] > 1e7
+    facts = {"node": socket.gethostname(), "device": "cpu", "gpu_uuid": ""}
+    assert value(told, "rank_info", rank="0", **facts) == 1
+
+
+def test_tokens_that_nobody_needs_are_counted_apart(tmp_path: Path) -> None:
+    told = metrics(tmp_path)
+    batch = StepBatch(0, 8, (filler(2, 3), filler(2, 3)), COUNTS)
+    batch = replace(batch, counts=replace(COUNTS, tokens=0))
+    state = TrainState()
+    for _ in range(10):
+        state = state.after(batch, True)
+        told.step(state, batch, result(), 1e-3)
+    assert value(told, "tokens_total", kind="padding") == 60 and value(told, "tokens_total", kind="valid") == 0
+
+
+def test_clipped_steps_are_counted(tmp_path: Path) -> None:
+    told = metrics(tmp_path)
+    state = train(told, 4, norm=5.5)
+    state = train(told, 4, state, norm=4.5)
+    train(told, 2, state, norm=math.inf, applied=False)
+    assert value(told, "clipped_steps_total") == 4
+    assert [line["clipped"] for line in lines(tmp_path, "step")] == 4 * [True] + 6 * [False]
+
+
+@pytest.mark.parametrize("how", STATES[2:])
+def test_an_end_is_told_and_read_before_the_endpoint_goes(tmp_path: Path, how: str) -> None:
+    port = free_port()
+    told = metrics(tmp_path, replace(QUIET, port=port, address="127.0.0.1", linger_seconds=60.0))
+    told.describe(TrainState(), {})
+    assert value(told, "run_state", state="training") == 1 and value(told, "ended_timestamp_seconds") == 0
+    seen: list[str] = []
+
+    def prometheus() -> None:
+        while not any(f'state="{how}"}} 1.0' in page for page in seen):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+                seen.append(page.read().decode())
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=prometheus)
+    thread.start()
+    while not seen:
+        time.sleep(0.01)
+    told.end(how, NotFiniteError("the gradients are not finite") if how == "failed" else None)
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+    assert value(told, "ended_timestamp_seconds") == lines(tmp_path, "end")[0]["time"] > 1.6e9
+    assert [value(told, "run_state", state=state) for state in STATES] == [state == how for state in STATES]
+    assert value(told, "nonfinite_total", where="gradient") == (how == "failed")
+
+
+def test_nobody_is_waited_for_who_never_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = metrics(tmp_path)
+    monkeypatch.setattr(threading.Event, "wait", lambda *arguments: pytest.fail("waited"))
+    told.end("done")
+    assert lines(tmp_path, "end")[0]["how"] == "done"
+
+
+def test_peaks_are_those_of_the_longest_name_that_fits() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12 and peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA A1000 Laptop GPU") == peak_flops("cpu") == 0
+
+
+def test_a_stated_peak_is_of_all_devices(tmp_path: Path) -> None:
+    assert value(metrics(tmp_path), "peak_flops") == 0
+    assert value(metrics(tmp_path, replace(QUIET, device_teraflops=2.5)), "peak_flops") == 2.5e12
 
 
 def test_names_keep_prometheus_rules() -> None:
@@ -279,8 +391,10 @@ def test_names_keep_prometheus_rules() -> None:
         assert not re.search(r"_(ms|milliseconds|minutes|hours|kb|mb|gb|percent)(_|$)", f"{name}_"), name
         assert not re.search(r"(duration|wait|timestamp)(?!.*_seconds$)", name), name  # base units, at the end
         assert not re.search(r"(size|memory)(?!.*_bytes$)", name), name
-        assert text.endswith(".") and set(labels) <= {"task", "split", "statistic", "rank"}, name
-        counts = name in ("steps", "samples", "tokens", "model_flops", "skipped_steps", "data_wait_seconds")
+        known = {"task", "split", "statistic", "rank", "part", "state", "where", "kind"}
+        assert text.endswith(".") and set(labels) <= known, name
+        counts = name in ("steps", "samples", "tokens", "targets", "model_flops", "nonfinite", "time_seconds")
+        counts |= name in ("skipped_steps", "clipped_steps", "step_part_seconds")
         counts |= name in ("checkpoint_stall_seconds", "checkpoint_failures")
         assert (kind is Counter) == counts, name
 
@@ -298,9 +412,13 @@ def test_counters_are_exposed_as_totals_with_help(tmp_path: Path) -> None:
 
 def test_series_belong_to_the_run_or_to_a_node() -> None:
     cpu = torch.device("cpu")
-    assert set(Exporter(QUIET, World(0, 4, 0, 2, cpu)).series) == set(RUN_SERIES) | set(NODE_SERIES)
-    assert set(Exporter(QUIET, World(2, 4, 0, 2, cpu)).series) == set(NODE_SERIES)
-    assert set(Exporter(QUIET, World(1, 4, 1, 2, cpu)).series) == set()
+
+    def series(rank: int, local_rank: int) -> set[str]:
+        return set(Exporter("tests", None, "", World(rank, 4, local_rank, 2, cpu)).series)
+
+    assert series(0, 0) == set(RUN_SERIES) | set(NODE_SERIES)
+    assert series(2, 0) == set(NODE_SERIES)
+    assert series(1, 1) == set()
 
 
 def test_it_is_served_and_a_taken_port_is_one_line(tmp_path: Path) -> None:
@@ -308,11 +426,11 @@ def test_it_is_served_and_a_taken_port_is_one_line(tmp_path: Path) -> None:
     told = metrics(tmp_path, config)
     train(told, 10)
     with urllib.request.urlopen(f"http://127.0.0.1:{config.port}/metrics", timeout=5) as page:
-        assert "lambert_step 10.0" in page.read().decode().splitlines()
+        assert 'lambert_step{run="tests"} 10.0' in page.read().decode().splitlines()
     with pytest.raises(TrainerError, match=f"metrics.port {config.port} on 127.0.0.1 cannot be opened") as error:
         metrics(tmp_path, config)
     assert "\n" not in str(error.value) and "set another metrics.port" in str(error.value)
-    Exporter(config, World(1, 2, 1, 2, torch.device("cpu")))  # the node's other rank opens no port
+    Exporter("tests", config.port, "127.0.0.1", World(1, 2, 1, 2, torch.device("cpu")))  # opens no port
 
 
 def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path: Path) -> None:
@@ -322,7 +440,6 @@ def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path: Path) -> 
     again = metrics(tmp_path)
     again.describe(TrainState(step=9), {"run": "again"})
     whole = path.read_text(encoding="utf-8").splitlines()
-    assert len(whole) == 11
     with pytest.raises(ValueError):
-        json.loads(whole[9])
-    assert json.loads(whole[10])["event"] == "start"
+        json.loads(whole[-2])
+    assert json.loads(whole[-1])["event"] == "start"

@@ -26,8 +26,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
 from kernels.dropout import token_keys
 from trainer.batch import GlobalCounts, MicroBatch
-from trainer.loader import StepBatch
-from trainer.metrics import model_flops
+from trainer.flops import model_flops
 from trainer.model import Bert, ModelConfig
 
 TOKENS = 32_768
@@ -154,7 +153,7 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
     """A row for each contender, and where ours spends its time."""
     batch = micro_batch(lengths, model)
     counts = GlobalCounts(batch.masked.numel(), len(lengths), sum(lengths), sum(n * n for n in lengths))
-    flops = model_flops(model, StepBatch(0, len(lengths), (batch,), counts))
+    flops = model_flops(model, counts)
     contenders: dict[str, Contender] = {"Lambert": ours, "Hugging Face": partial(theirs, compiled=False)}
     if compiled:
         contenders["Hugging Face, compiled"] = partial(theirs, compiled=True)

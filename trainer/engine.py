@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from kernels.dropout import token_keys
 from trainer.batch import GlobalCounts, MicroBatch
-from trainer.errors import TrainerError
+from trainer.errors import NotFiniteError, TrainerError
 from trainer.loss_scale import POWERS_OF_TWO, LossScale, next_scale
 from trainer.model import Bert, ModelConfig, Output
 from trainer.optimizer import OptimizerConfig, make_optimizer
 from trainer.partition import fill_masters, read_partition, refresh_weights
+from trainer.stopwatch import Stopwatch
 from trainer.world import World, set_up_deepspeed
 
 SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct")  # what a step's sums hold, in this order
@@ -140,7 +141,13 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, model: ModelConfig, optimizer: OptimizerConfig, world: World, seed: int
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        optimizer: OptimizerConfig,
+        world: World,
+        seed: int,
+        watch: Stopwatch | None = None,
     ) -> None:
         import deepspeed
 
@@ -148,6 +155,7 @@ class Engine:
         # about DeepSpeed's own calls, once a rank
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self.world, self.seed, self.stage = world, seed, config.zero_stage
+        self._watch = watch or Stopwatch(world.device)
         self.gathers = config.zero_stage == 3
         self.precision = resolve_precision(config, world.device)
         module = Bert(model, seed)
@@ -160,6 +168,7 @@ class Engine:
             config=deepspeed_config(config, self.precision, world.size, self.parameters),
             dist_init_required=False,
         )
+        self._deepspeed.allreduce_gradients = self._timed(self._deepspeed.allreduce_gradients)
         self.model: Bert = self._deepspeed.module
         self.partition = read_partition(self._deepspeed, config.zero_stage)
         fill_masters(self.partition, drawn)  # DeepSpeed made them from rounded weights
@@ -189,13 +198,15 @@ class Engine:
         for index, batch in enumerate(batches):
             self._deepspeed.set_gradient_accumulation_boundary(index == len(batches) - 1)
             sums += self._micro_step(batch, counts, step)
+        self._watch.begin("optimizer")
         self._deepspeed.step()
+        self._watch.begin("")
         applied = bool(self._deepspeed.was_step_applied())
         used = self.loss_scale.scale
         if self.precision == "fp16":
             self.loss_scale = next_scale(self.loss_scale, not applied)
         elif not applied:
-            raise TrainerError(
+            raise NotFiniteError(
                 "the gradients are not finite: training diverged; lower the learning rate or lengthen the warm-up, and "
                 "start again from the last checkpoint"
             )
@@ -207,10 +218,21 @@ class Engine:
         """Make the weights those of the masters, after a checkpoint filled these."""
         refresh_weights(self._deepspeed, self.stage)
 
+    def _timed(self, reduce: Callable[..., None]) -> Callable[..., None]:
+        """What DeepSpeed calls at the end of each backward: it adds the gradients up, over micro-batches and ranks."""
+
+        def timed(*arguments: Any, **options: Any) -> None:
+            self._watch.begin("reduce")
+            reduce(*arguments, **options)
+
+        return timed
+
     def _micro_step(self, batch: MicroBatch, counts: GlobalCounts, step: int) -> Tensor:
+        self._watch.begin("forward")
         batch = batch.to(self.world.device)
         keys = token_keys(self.seed, step, batch.samples, batch.positions, batch.cu_seqlens)
         output: Output = self._deepspeed(batch, keys)
         loss = output.mlm_loss / max(counts.targets, 1) + output.nsp_loss / max(counts.pairs, 1)
+        self._watch.begin("backward")
         self._deepspeed.backward(loss * self.loss_scale.scale, scale_wrt_gas=False)
         return torch.stack([getattr(output, name).detach().double() for name in SUMS])

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class TrainerError(Exception):
     """Ends the program with its message on one line and exit code 2, without a traceback."""
+
+
+class NotFiniteError(TrainerError):
+    """Gradients that are not finite, which no loss scale could help, before their step was noted."""

@@ -1,129 +1,62 @@
-"""A run in pictures: ``python -m trainer.report RUN_FOLDER`` draws its metrics.jsonl.
+"""A run in pictures: ``python -m trainer.report RUN_FOLDER`` draws its metrics.jsonl, and sums it up in words.
 
-Writes ``report.png`` into the run's folder: losses, accuracies, learning rate, gradient norm, trust
-ratios and throughput against the step; held-out figures are dots, restarts dotted lines, later phases shaded.
+Writes ``report.png`` into the run's folder: what it learnt, how its optimizer did, how fast it was, and where
+its time went. Restarts are dotted lines, later phases shaded; what an older run did not tell is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # draws to files: no screen is needed, or looked for
-from matplotlib import pyplot
+import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from trainer.errors import TrainerError
+from trainer.history import History, read_history
+from trainer.panels import BLUE, FAINT, GREEN, INK, PARTS, RED, ROWS, SKY, Panel, median_rate, number, present
 
-Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class History:
-    """The lines of a run: its steps as they count, each once, and what happened beside them."""
-
-    steps: list[Record]  # by step; one that was repeated after a restart as it was repeated
-    heldout: list[Record]
-    restarts: list[int]  # steps from which the run went on
-
-
-def read_history(folder: Path) -> History:
-    """Read ``metrics.jsonl``. A last line that a kill cut short is left out.
-
-    Raises TrainerError when there is none or it holds no step.
-    """
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise TrainerError(f"no metrics.jsonl in {folder}: name the folder of a run")
-    records = read_lines(path)
-    steps: dict[int, Record] = {}
-    restarts, seen = [], 0
-    for record in (r for r in records if r["event"] == "step" and r["applied"]):
-        if record["restarts"] > seen:
-            seen = record["restarts"]
-            restarts.append(record["step"] - 1)
-        steps[record["step"]] = record
-    if not steps:
-        raise TrainerError(f"{path} holds no step yet: look again after the first ones")
-    heldout = {r["step"]: r for r in records if r["event"] == "heldout"}
-    return History([steps[s] for s in sorted(steps)], [heldout[s] for s in sorted(heldout)], restarts)
-
-
-def read_lines(path: Path) -> list[Record]:
-    """The JSON lines of a file; a kill may have cut one short, where the next attempt then goes on."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
-
-
-def draw(history: History, title: str, path: Path) -> None:
-    """Draw all panels into one picture."""
-    figure, panels = pyplot.subplots(2, 4, figsize=(19, 8), constrained_layout=True)
-    figure.suptitle(title)
-    curves: list[tuple[str, str, list[tuple[str, str]]]] = [
-        ("MLM loss", "nats", [("mlm_loss", "training")]),
-        ("NSP loss", "nats", [("nsp_loss", "training")]),
-        ("MLM accuracy", "share of right predictions", [("mlm_accuracy", "training")]),
-        ("NSP accuracy", "share of right predictions", [("nsp_accuracy", "training")]),
-        ("learning rate", "", [("learning_rate", "")]),
-        ("gradient norm", "before clipping", [("gradient_norm", "")]),
-        ("trust ratio of LAMB", "", [("trust_min", "least"), ("trust_mean", "mean"), ("trust_max", "greatest")]),
-        ("throughput", "valid tokens a second", [("rate", "")]),
-    ]
-    for panel, (name, unit, keys) in zip(panels.flat, curves, strict=True):
-        _panel(panel, history, name, unit, keys)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
-def _panel(panel: Axes, history: History, name: str, unit: str, keys: list[tuple[str, str]]) -> None:
-    for number, (key, label) in enumerate(keys):
-        points = [(r["step"], _value(r, key)) for r in history.steps if key == "rate" or r.get(key) is not None]
-        if not points:
-            continue
-        x, y = zip(*points, strict=True)
-        color = f"C{number}"
-        panel.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
-        panel.plot(x, y if key == "learning_rate" else smooth(list(y)), color=color, linewidth=1.6, label=label or None)
-        marks = [(r["step"], r[key]) for r in history.heldout if key in r]
-        if marks:
-            panel.plot(*zip(*marks, strict=True), "o", color=color, markeredgecolor="black", label="held out")
-    for step in history.restarts:
-        panel.axvline(step, color="black", linestyle=":", linewidth=1)
-    for before, after in pairwise(history.steps):
-        if before["phase"] != after["phase"]:
-            panel.axvspan(after["step"], history.steps[-1]["step"], color="black", alpha=0.06, linewidth=0)
-    panel.set_title(name)
-    panel.set_xlabel("step")
-    panel.set_ylabel(unit)
-    panel.grid(alpha=0.3)
-    if panel.get_legend_handles_labels()[1]:
-        panel.legend()
-
-
-def _value(record: Record, key: str) -> float:
-    return float(record["tokens"] / record["seconds"] if key == "rate" else record[key])
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Exponential moving average over about a fiftieth of the values, without the bias of its start."""
-    keep = 1 - 1 / max(1.0, len(values) / 50)
-    total, weight, out = 0.0, 0.0, []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1
-        out.append(total / weight)
-    return out
+_STATES = {
+    "productive": GREEN,
+    "rework": "#c46210",
+    "skipped": RED,
+    "data": PARTS["data"],
+    "evaluation": BLUE,
+    "checkpoint": SKY,
+    "start": "#7a8494",
+    "down": "#d5d9df",
+}
+_FACTS = ("parameters", "ranks", "device", "precision", "optimizer", "zero_stage", "kernels")
+_MARKS: dict[str, Callable[[History], bool]] = {
+    "dotted: a restart": lambda history: bool(history.restarts),
+    "shaded: a later phase": lambda history: history.steps["phase"][-1] != history.steps["phase"][0],
+}
+_WIDTH, _LEFT, _RIGHT = 20.0, 0.8, 0.35  # inches; what stands left of axes, and of the picture's right edge
+_HEAD, _ROW, _BAR = 1.65, 3.45, 1.15
+_STYLE = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.35,
+    "grid.linewidth": 0.6,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "legend.framealpha": 0.75,
+    "legend.edgecolor": "none",
+    "legend.fontsize": 9,
+    "lines.solid_capstyle": "round",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -131,17 +64,192 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Draw a run's metrics.")
     parser.add_argument("folder", type=Path, help="the run's folder")
     folder = parser.parse_args(arguments).folder
+    path = folder / "report.png"
     try:
         history = read_history(folder)
+        with rc_context(_STYLE):
+            draw(history, str(folder)).savefig(part := path.with_suffix(".part"), dpi=100, format="png")
+        part.replace(path)
     except TrainerError as error:
         print(f"trainer.report: error: {error}", file=sys.stderr)
         return 2
-    last = history.steps[-1]
-    restarts = f"{len(history.restarts)} restart{'' if len(history.restarts) == 1 else 's'}"
-    title = f"{folder}: {last['step']:,} steps, {last['samples']:,} sequences, {restarts}"
-    draw(history, title, folder / "report.png")
-    print(f"{folder / 'report.png'}")
+    except OSError as error:
+        print(f"trainer.report: error: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    print(path)
+    for name, text in summary(history).items():
+        print(f"  {name:12} {text}")
     return 0
+
+
+# ---- in words ------------------------------------------------------------------------------------------------
+
+
+def summary(history: History) -> dict[str, str]:
+    """What happened, a line each; what the journal does not tell has none."""
+    steps, last = history.steps, {key: column[-1] for key, column in history.steps.items()}
+    out = {
+        "steps": f"{last['step']:,.0f}, {len(history.skipped):,} skipped, {_restarts(history)}",
+        "samples": f"{last['samples']:,.0f}",
+        "tokens": f"{np.nansum(steps['tokens']):,.0f}",
+    }
+    if history.wall is not None:
+        out["wall time"] = duration(history.wall)
+        if history.goodput is not None:
+            out["goodput"] = f"{history.goodput:.1%} of the wall time went into steps that count"
+    out["speed"] = f"{median_rate(history, 'tokens'):,.0f} tokens/s (median)"
+    if np.isfinite(flops := median_rate(history, "flops")):
+        ranks = int(history.facts.get("ranks", 1))
+        out["speed"] += f", {number(flops / ranks / 1e12)} TFLOP/s on each of {ranks:,} ranks"
+    _, memory = present(history.ranks, "memory_peak_bytes")
+    if len(memory):
+        out["memory"] = f"{memory.max() / 1e9:,.1f} GB at most on a rank"
+    out |= _heldout(history) | _checkpoints(history)
+    return out | ({"ended": history.end} if history.end else {})
+
+
+def _restarts(history: History) -> str:
+    return f"{len(history.restarts):,} restart{'' if len(history.restarts) == 1 else 's'}"
+
+
+def _heldout(history: History) -> dict[str, str]:
+    if not len(history.heldout["step"]):
+        return {}
+    last = {key: column[-1] for key, column in history.heldout.items()}
+    tasks = [
+        f"{task.upper()} loss {last[f'{task}_loss']:.3f}, accuracy {last[f'{task}_accuracy']:.1%}"
+        for task in ("mlm", "nsp")
+        if np.isfinite(last[f"{task}_loss"])
+    ]
+    return {"held out": f"{'; '.join(tasks)} (step {last['step']:,.0f})"}
+
+
+def _checkpoints(history: History) -> dict[str, str]:
+    done, failed = history.checkpoints, len(history.failed["step"])
+    if not len(done["step"]) + failed:
+        return {}
+    text = f"{len(done['step']):,}" + (f" and {failed:,} that failed" if failed else "")
+    if len(done["step"]):
+        size, seconds, stall = (done[key][-1] for key in ("bytes", "seconds", "stall_seconds"))
+        text += f", the last of step {done['step'][-1]:,.0f}: {size / 1e6:,.1f} MB in {seconds:.2f} s"
+        text += f", training stood still for {stall:.2f} s"
+    return {"checkpoints": text}
+
+
+def duration(seconds: float) -> str:
+    """In the two units that tell most."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
+    raise AssertionError(seconds)
+
+
+# ---- in pictures ---------------------------------------------------------------------------------------------
+
+
+def draw(history: History, title: str) -> Figure:
+    """All that is known in one picture."""
+    rows = [shown for row in ROWS if (shown := [panel for panel in row if panel.known(history)])]
+    timed = bool(history.spent) and history.wall is not None
+    height = _HEAD + _ROW * len(rows) + (_BAR if timed else 0.0)
+    figure = Figure(figsize=(_WIDTH, height))
+    _head(_axes(figure, _LEFT, 0.15, _WIDTH - _LEFT - _RIGHT, 0.9), history, title)
+    for row, shown in enumerate(rows):
+        width = (_WIDTH - _RIGHT) / len(shown)
+        for place, panel in enumerate(shown):
+            left, top = place * width + _LEFT, _HEAD + row * _ROW
+            _panel(_axes(figure, left, top, width - _LEFT - panel.aside, _ROW - 0.95), panel, history)
+    if timed:
+        _time(_axes(figure, _LEFT, height - _BAR, _WIDTH - _LEFT - _RIGHT, 0.45), history)
+    return figure
+
+
+def _axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes at a place in inches, from the left and from above."""
+    whole, high = figure.get_size_inches()
+    return figure.add_axes((left / whole, 1 - (top + height) / high, width / whole, height / high))
+
+
+def _head(axes: Axes, history: History, title: str) -> None:
+    """The run's name and facts, and its figures in large print."""
+    axes.set_axis_off()
+    axes.set_xlim(0, _WIDTH - _LEFT - _RIGHT)  # inches
+    axes.set_ylim(0, 1)
+    axes.text(0, 1, history.facts.get("run", "run"), fontsize=21, fontweight="bold", va="top")
+    facts = [f"{key.replace('_', ' ')} {_spaced(history.facts[key])}" for key in _FACTS if key in history.facts]
+    marks = [text for text, known in _MARKS.items() if known(history)]
+    axes.text(0, 0.42, "   ·   ".join(filter(None, (title, history.end[:100]))), fontsize=10, color=FAINT, va="top")
+    axes.text(0, 0.1, "   ·   ".join([*facts, *marks]), fontsize=10, color=FAINT, va="top")
+    for place, (name, value) in enumerate(reversed(_figures(history).items())):
+        x = _WIDTH - _LEFT - _RIGHT - 1.75 * place
+        axes.text(x, 1, value, fontsize=19, ha="right", va="top")
+        axes.text(x, 0.5, name, fontsize=10, color=FAINT, ha="right", va="top")
+
+
+def _spaced(value: str) -> str:
+    return f"{int(value):,}" if value.isdecimal() else value
+
+
+def _figures(history: History) -> dict[str, str]:
+    """Name to value of what is looked for first."""
+    steps = history.steps
+    out = {"steps": f"{steps['step'][-1]:,.0f}", "restarts": f"{len(history.restarts)}"}
+    out["tokens"] = short(float(np.nansum(steps["tokens"])))
+    out["tokens a second"] = short(median_rate(history, "tokens"))
+    if history.wall is not None:
+        out["wall time"] = duration(history.wall)
+    if history.goodput is not None:
+        out["goodput"] = f"{history.goodput:.1%}"
+    _, heldout = present(history.heldout, "mlm_loss")
+    if len(heldout):
+        out["held-out MLM loss"] = f"{heldout[-1]:.3f}"
+    return out
+
+
+def short(value: float) -> str:
+    """Three digits and a unit: 1.23 M."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def _panel(axes: Axes, panel: Panel, history: History) -> None:
+    axes.set_title(panel.name, loc="left", fontweight="bold", fontsize=11.5)
+    said = panel.draw(axes, history)
+    axes.set_title(said, loc="right", fontsize=9.5, color=FAINT)
+    steps, phases = history.steps["step"], history.steps["phase"]
+    for step in history.restarts:
+        axes.axvline(step, color=INK, linestyle=":", linewidth=1)
+    for row in np.flatnonzero(np.diff(phases)) + 1:
+        axes.axvspan(steps[row] - 1, steps[-1], color=INK, alpha=0.06, linewidth=0)
+    axes.set_xlim(max(0, steps[0] - 1), steps[-1])
+    axes.xaxis.set_major_formatter(EngFormatter(sep="") if steps[-1] >= 1e5 else (lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("step")
+    axes.set_ylabel(panel.unit)
+
+
+def _time(axes: Axes, history: History) -> None:
+    """One bar: where the wall time went."""
+    assert history.wall is not None
+    spent = {state: {**history.spent, "down": history.down}.get(state, 0.0) for state in _STATES}
+    whole = sum(spent.values())
+    edges = np.cumsum([0.0, *spent.values()]) / whole
+    for (state, seconds), (left, right) in zip(spent.items(), pairwise(edges), strict=True):
+        if not seconds:
+            continue
+        label = f"{state} {duration(seconds)} ({seconds / whole:.1%})"
+        axes.barh(0, right - left, 1, left=left, color=_STATES[state], edgecolor="white", label=label)
+        color, text = (INK if state == "down" else "white"), f"{state} {seconds / whole:.0%}"
+        if right - left > 0.005 * len(text):
+            axes.text((left + right) / 2, 0, text, color=color, ha="center", va="center")
+    axes.set_title(f"where {duration(history.wall)} went", loc="left", fontweight="bold", fontsize=11.5)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.5, 0.5)
+    axes.set_axis_off()
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.05), ncols=len(_STATES), borderaxespad=0.2, borderpad=0)
 
 
 if __name__ == "__main__":

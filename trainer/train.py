@@ -20,11 +20,12 @@ from trainer.data import PhaseData
 from trainer.engine import Engine
 from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
-from trainer.metrics import Metrics
+from trainer.metrics import Metrics, Subject
 from trainer.saving import Saver, attempt, first_failure
 from trainer.schedule import Phase, learning_rate
 from trainer.state import TrainState
 from trainer.stop import Stop
+from trainer.stopwatch import Stopwatch
 from trainer.weights import start_from
 from trainer.world import World, broadcast_text, together
 
@@ -38,16 +39,24 @@ class Run:
         self.config, self.phases, self.world = config, phases, world
         self.folder = Path(config.run.folder)
         self.stop = Stop(world, config.metrics.log_every_steps)
-        self.metrics = together(self._open_folder, world)
-        self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed)
+        watch = Stopwatch(world.device)
+        self.metrics = together(partial(self._open_folder, watch), world)
+        self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed, watch)
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self.saved = -1  # the step of the newest checkpoint
 
-    def _open_folder(self) -> Metrics:
+    def _open_folder(self, watch: Stopwatch) -> Metrics:
         if self.world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-        target = sum(phase.steps for phase in self.config.phases)
-        return Metrics(self.config.metrics, self.folder, self.config.model, target, self.world)
+        subject = Subject(
+            self.config.run.name,
+            self.folder,
+            self.config.model,
+            target_steps=sum(phase.steps for phase in self.config.phases),
+            checkpoint_steps=self.config.checkpoint.every_steps,
+            clipping=self.config.optimizer.gradient_clipping,
+        )
+        return Metrics(self.config.metrics, subject, self.world, watch)
 
     def restore(self) -> TrainState:
         """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which."""
@@ -127,7 +136,7 @@ class Run:
             self.saved = state.step
             self.metrics.flush()
             ended = self.saver.save(state.step, self._record(state))
-            self.metrics.start_clock()
+            self.metrics.spend("checkpoint")
         elif state.attempts % self.config.metrics.log_every_steps == 0:
             ended = self.saver.look()
         for saved in ended:
@@ -169,6 +178,13 @@ class Run:
         how = "done" if state.phase == len(self.phases) else "stopped"
         text = json.dumps({"how": how, "step": state.step}) + "\n"
         together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
+        self.metrics.spend("checkpoint")
+        self.metrics.end(how)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the monitors know before this process ends; others may be gone by now."""
+        self.stop.decided = True  # ranks end from here on, each by itself
+        self.metrics.end("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
     def _say(self, text: str) -> None:
         if self.world.is_main:
@@ -198,10 +214,18 @@ class Run:
 def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     """Train until the last phase is done, from the newest checkpoint on. Returns the last state."""
     run = Run(config, phases, world)
-    state = run.restore().entering(config.phases)
+    try:
+        return _train(run)
+    except BaseException as error:
+        run.fail(error)
+        raise
+
+
+def _train(run: Run) -> TrainState:
+    state = run.restore().entering(run.config.phases)
     _describe(run, state)
-    while state.phase < len(phases):
-        data = phases[state.phase]
+    while state.phase < len(run.phases):
+        data = run.phases[state.phase]
         steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
         with closing(steps):
             for batch in steps:
@@ -219,7 +243,7 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
                     break
             else:  # a stop was asked for while the next batch did not come
                 run.save(state, due=True)
-        state = state.entering(config.phases)
+        state = state.entering(run.config.phases)
         if run.stop.decided:
             break
     run.end(state)
@@ -284,4 +308,3 @@ def _describe(run: Run, state: TrainState) -> None:
             **run.engine.versions,
         },
     )
-    run.metrics.start_clock()

@@ -1,0 +1,77 @@
+"""The journal: lines that a kill or a full disk cut short cost themselves, never their neighbours or the run."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from trainer.journal import Journal, last_step, read_lines, tokens_per_second
+
+
+def test_what_is_written_is_read_and_null_stands_for_what_is_not_finite(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "metrics.jsonl")
+    inf, nan = float("inf"), float("nan")
+    journal.write([{"event": "step", "step": 1, "loss": 0.1 + 0.2, "gradient_norm": inf, "note": 'ü "\n'}])
+    journal.write([{"event": "ranks", "compute": [1.0, nan, -inf], "parts": {"data": nan, "forward": 2.0}, "ok": True}])
+    assert read_lines(tmp_path / "metrics.jsonl") == [
+        {"event": "step", "step": 1, "loss": 0.1 + 0.2, "gradient_norm": None, "note": 'ü "\n'},
+        {"event": "ranks", "compute": [1.0, None, None], "parts": {"data": None, "forward": 2.0}, "ok": True},
+    ]
+
+
+@pytest.mark.parametrize("cut", ['{"step": 1}\n{"st', '{"step": 1}\n', '{"step": 1}'])
+def test_an_attempt_goes_on_after_a_line_that_a_kill_cut(tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(cut)
+    journal = Journal(path)
+    journal.write([{"step": 2}])
+    journal.write([{"step": 3}])
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    assert "\n\n" not in path.read_text()
+
+
+def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\x00\x00\x00\n7\n\xff\xfe{"step": 2}\n[{"step": 3}]\n\n{"step": 4}\n')
+    assert [line["step"] for line in read_lines(path)] == [1, 4]
+
+
+def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path)
+    journal.write([{"step": 1}])
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 8, unlimited[1]))
+    try:
+        for step in (2, 3, 4):
+            journal.write([{"step": step}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    journal.write([{"step": 5}])
+    [said] = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"lambert: {path} loses lines until it can be written again: ")
+    assert [line["step"] for line in read_lines(path)] == [1, 5]
+    path.unlink()
+    path.mkdir()
+    journal.write([{"step": 6}])
+    assert len(capsys.readouterr().out.splitlines()) == 1  # a second time of losing lines is told again
+
+
+def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_step(path) == 0
+    journal = Journal(path)
+    journal.write([{"event": "step", "step": step} for step in (98, 99, 100, 101)])
+    journal.write([{"event": "start", "step": 97}])
+    journal.write([{"event": "checkpoint_failed", "step": 98, "reason": '"step": 5000'}, {"event": "end"}])
+    with path.open("a") as file:
+        file.write(json.dumps({"event": "step", "step": 1029})[:26])  # killed while it wrote: 10 is to be seen
+    assert last_step(path) == 101
+
+
+def test_a_rate_needs_time() -> None:
+    assert tokens_per_second({"tokens": 300, "seconds": 0.5}) == 600
+    assert tokens_per_second({"tokens": 300, "seconds": 0.0}) is None
