@@ -16,7 +16,7 @@ from data_prep.corpus import Reading, find_sources, parse_where, read_paragraphs
 from data_prep.errors import DataError
 from data_prep.inspection import describe, show_samples, warnings
 from data_prep.manifest import load_manifest
-from data_prep.metrics import Figures, check_textfile, serve, write_textfile
+from data_prep.metrics import Figures, check_textfile, push, serve, write_textfile
 from data_prep.settings import CHOICES, Settings, make_settings
 from data_prep.tokenizer import train_tokenizer
 from data_prep.verify import verify
@@ -94,10 +94,10 @@ def _build(options: argparse.Namespace) -> int:
     if options.processes < 1:
         raise DataError(f"--processes {options.processes}: wanted 1 or more")
     start = time.monotonic()
-    figures = Figures(versions={name: getattr(settings, name) for name in VERSIONS})
+    figures = Figures(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:
         check_textfile(options.metrics_file)
-    with serve(figures, options.metrics_port, options.metrics_address):
+    with serve(figures, options.metrics_port, options.metrics_address), push(figures, options.metrics_push):
         manifest = build(
             options.input, options.tokenizer, options.out, settings, options.processes, options.store, figures
         )
@@ -230,6 +230,7 @@ def _add_build(build_parser: argparse.ArgumentParser) -> None:
     run("--metrics-port", type=int, metavar="N", help="answer Prometheus here while the build goes on (off)")
     run("--metrics-address", default="0.0.0.0", metavar="IP", help="of that port (%(default)s)")
     run("--metrics-file", type=Path, metavar="PROM", help="leave the figures here, for node_exporter's textfiles")
+    run("--metrics-push", metavar="URL", help="leave them at this Pushgateway, in a group of the --out folder's name")
     build_parser.set_defaults(command=_build)
 
 

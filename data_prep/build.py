@@ -261,6 +261,7 @@ def _make_shards(
         figures.advance(record.samples)
         figures.samples += record.samples
         figures.shards += 1
+        figures.bytes_written += record.bytes
         token_counts += tokens
         length_counts[: len(lengths)] += lengths
     token_counts[list(astuple(job.tokenizer.specials))] = 0
@@ -281,6 +282,7 @@ def _finished(manifest: Manifest, figures: Figures) -> Manifest:
     figures.tokens_left_over, figures.tokens_truncated = plan.left_over, plan.truncated
     figures.pairs_unmaskable = plan.unmaskable
     figures.samples, figures.shards = manifest.counts.samples, len(manifest.shards)
+    figures.bytes_written = sum(shard.bytes for shard in manifest.shards)
     figures.succeed()
     return manifest
 

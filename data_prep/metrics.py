@@ -1,17 +1,21 @@
-"""What a long build says to Prometheus: while it goes on over HTTP, at its end in a file for node_exporter.
+"""What a long build says to Prometheus: over HTTP while it goes on, at its end by a file or a Pushgateway.
 
-`Figures` are plain numbers that a build counts up whether or not anybody looks; only `serve` and `write_textfile`
-need ``prometheus_client``, and import it when they are called.
+`Figures` are plain numbers that a build counts up whether or not anybody looks; only `serve`, `write_textfile` and
+`push` need ``prometheus_client``, and import it when they are called. Each series has the label ``dataset``: the
+files of two data sets meet in one node_exporter, which would drop the second of two equal series.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 PREFIX = "lambert_prep_"
+JOB = "lambert_prep"  # of a Pushgateway's groups
+GATEWAY = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+])(:(?P<port>\d+))?(/[\w.~/-]*)?", re.ASCII | re.IGNORECASE)
+PUSH_SECONDS = 10  # that a Pushgateway has for its answer
 STAGES = ("tokenize", "select", "plan", "write")  # a build's, in order; the values of the label "stage"
 
 # Field of Figures: help text. Exposed as lambert_prep_<field>_total. The unit is the first word of each name.
@@ -40,6 +47,7 @@ COUNTERS = {
     "pairs_unmaskable": "Pairs left out because they hold nothing that can be predicted.",
     "samples": "Samples written.",
     "shards": "Shards that are whole.",
+    "bytes_written": "Bytes of these shards, their indexes left out.",
 }
 
 
@@ -59,6 +67,7 @@ NOT_BEGUN = Stage(0.0, None, 0.0, 0.0)
 class Figures:
     """How far a build is: add to the counts, and call `begin` and `advance` in each stage."""
 
+    dataset: str = ""  # name of the folder that is made, a label of every series
     versions: dict[str, str] = field(default_factory=dict)  # labels of lambert_prep_build_info: few, and fixed
     bytes_read: int = 0
     bytes_replaced: int = 0
@@ -75,6 +84,7 @@ class Figures:
     pairs_unmaskable: int = 0
     samples: int = 0
     shards: int = 0
+    bytes_written: int = 0
     succeeded: float | None = None  # Unix time at which the data set was whole
     stages: dict[str, Stage] = field(default_factory=dict)
 
@@ -163,6 +173,49 @@ def write_textfile(figures: Figures, path: Path) -> None:
     write_to_textfile(str(path), registry)
 
 
+@contextmanager
+def push(figures: Figures, gateway: str | None) -> Iterator[None]:
+    """Leaves at a Pushgateway what became of a ``with`` block, the build; None: nowhere.
+
+    The group is that of the data set, and holds results only. A success replaces it. A failure adds
+    ``lambert_prep_last_failure_timestamp_seconds``, which stays until the next success; what is stopped by SIGTERM or
+    Ctrl-C has not failed. Nothing is deleted as a build begins: else one that is killed would take the last success
+    with it, whose age is what to alert on.
+
+    Raises DataError before the block if ``gateway`` is no address. One that does not answer costs a warning on stderr.
+    """
+    if gateway is None:
+        yield
+        return
+    results = _registry(figures, "--metrics-push")
+    match = GATEWAY.fullmatch(gateway)
+    if not match or not 0 < int(match["port"] or 80) < 65536:
+        shown = gateway.rpartition("@")[2]  # no password
+        raise DataError(f"--metrics-push {shown}: wanted http://HOST:PORT of a Pushgateway, without a user's name")
+    from prometheus_client import CollectorRegistry, Gauge, push_to_gateway, pushadd_to_gateway
+
+    try:
+        yield
+    except Exception:
+        failure = CollectorRegistry()
+        text = "Unix time at which a build failed that no success has followed."
+        Gauge(PREFIX + "last_failure_timestamp_seconds", text, registry=failure).set_to_current_time()
+        _push(pushadd_to_gateway, gateway, failure, figures.dataset)
+        raise
+    _push(push_to_gateway, gateway, results, figures.dataset)
+
+
+def _push(send: Callable[..., None], gateway: str, registry: CollectorRegistry, dataset: str) -> None:
+    try:
+        send(gateway, JOB, registry, {"dataset": dataset}, PUSH_SECONDS)
+    except (OSError, HTTPException, ValueError) as error:
+        reason = " ".join(str(error).split())
+        print(
+            f"data_prep: warning: --metrics-push {gateway} took nothing ({reason}); the same command pushes again",
+            file=sys.stderr,
+        )
+
+
 def _registry(figures: Figures, option: str) -> CollectorRegistry:
     """A registry of its own: no two builds of a process meet in it."""
     _require_client(option)
@@ -189,15 +242,23 @@ class _Collector:
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         figures = self.figures
-        yield InfoMetricFamily(PREFIX + "build", "Versions and settings of the build.", figures.versions)
+        of = [figures.dataset]
+        yield InfoMetricFamily(
+            PREFIX + "build", "Versions and settings of the build.", {"dataset": figures.dataset} | figures.versions
+        )
         for name, text in COUNTERS.items():
-            yield CounterMetricFamily(PREFIX + name, text, getattr(figures, name))
-        seconds = CounterMetricFamily(PREFIX + "stage_seconds", "Wall time of each stage.", labels=["stage"])
-        progress = GaugeMetricFamily(PREFIX + "progress_ratio", "Share of each stage that is done.", labels=["stage"])
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["dataset"])
+            counter.add_metric(of, getattr(figures, name))
+            yield counter
+        by = ["dataset", "stage"]
+        seconds = CounterMetricFamily(PREFIX + "stage_seconds", "Wall time of each stage.", labels=by)
+        progress = GaugeMetricFamily(PREFIX + "progress_ratio", "Share of each stage that is done.", labels=by)
         for stage in STAGES:
-            seconds.add_metric([stage], figures.seconds(stage))
-            progress.add_metric([stage], figures.progress(stage))
+            seconds.add_metric([*of, stage], figures.seconds(stage))
+            progress.add_metric([*of, stage], figures.progress(stage))
         yield from (seconds, progress)
         if figures.succeeded is not None:
-            name = PREFIX + "last_success_timestamp_seconds"
-            yield GaugeMetricFamily(name, "Unix time at which the data set was whole.", figures.succeeded)
+            text = "Unix time at which the data set was whole."
+            success = GaugeMetricFamily(PREFIX + "last_success_timestamp_seconds", text, labels=["dataset"])
+            success.add_metric(of, figures.succeeded)
+            yield success
