@@ -13,6 +13,7 @@ square root and the quotient are the GPU's fast ones, at most two units in the l
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,12 +24,19 @@ from kernels.flat import BLOCKS, WARPS, Flat, Layout, Units, check, check_all, c
 
 @dataclass(frozen=True)
 class Moments:
-    """The constants of the moving averages; ``step`` counts from 1."""
+    """The constants of the moving averages, and of LAMB's trust ratios; ``step`` counts from 1."""
 
     beta1: float
     beta2: float
     epsilon: float
     bias_correction: bool
+    lower: float = 0.0  # bounds of the trust ratios, min_coeff and max_coeff of DeepSpeed's FusedLamb
+    upper: float = math.inf
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a trust ratio can meet a bound."""
+        return self.lower > 0 or self.upper < math.inf
 
     def corrections(self, step: int) -> tuple[float, float]:
         """What m and v are divided by. Raises ValueError when ``step`` is below 1."""

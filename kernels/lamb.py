@@ -1,7 +1,7 @@
 """LAMB over flat fp32 buffers (You et al. 2020, "Large Batch Optimization", Algorithm 2, φ = identity).
 
     u = Adam's direction + λ x              (kernels/adam.py)
-    x ← x - η · (‖x‖ / ‖u‖) · u             one ratio a tensor; 1 where either norm is zero
+    x ← x - η · (‖x‖ / ‖u‖) · u             one ratio a tensor, within bounds; 1 where either norm is zero
 
 A flat buffer may hold only a part of a tensor (ZeRO cuts through them), so a step is two calls, and the
 norms are made of partial sums of squares that the caller completes over ranks in between:
@@ -41,11 +41,12 @@ def square_sums(weight: Tensor, direction: Tensor) -> Tensor:
     return torch.stack([weight.dot(weight), direction.dot(direction)])
 
 
-def trust_ratios(sums: Tensor) -> Tensor:
-    """(K,) fp32 ratios ‖x‖ / ‖u‖ from completed sums of squares (K, 2); 1 where either is zero."""
+def trust_ratios(sums: Tensor, moments: Moments) -> Tensor:
+    """(K,) fp32 ratios ‖x‖ / ‖u‖ within bounds, from completed sums of squares (K, 2); 1 where either is zero."""
     weight, direction = sums.sqrt().unbind(1)  # (K,), (K,)
     usable = (weight > 0) & (direction > 0)
-    return torch.where(usable, weight / direction, torch.ones_like(weight))
+    ratios = (weight / direction).clamp(moments.lower, moments.upper)
+    return torch.where(usable, ratios, torch.ones_like(weight))
 
 
 def lamb_step(weight: Tensor, direction: Tensor, ratio: Tensor, rate: float) -> None:
@@ -126,10 +127,13 @@ def _gather(partial, begin, count, MOST: tl.constexpr):
 
 
 @triton.jit
-def _ratio(weights, directions):
-    """‖x‖ / ‖u‖ of sums of squares; 1 where either is zero."""
+def _ratio(weights, directions, LOWER: tl.constexpr, UPPER: tl.constexpr, BOUNDED: tl.constexpr):
+    """‖x‖ / ‖u‖ of sums of squares within its bounds; 1 where either is zero. Written so that a NaN stays one."""
     usable = (weights > 0) & (directions > 0)
-    return tl.where(usable, tl.div_rn(tl.sqrt_rn(weights), tl.sqrt_rn(tl.where(usable, directions, 1.0))), 1.0)
+    ratio = tl.div_rn(tl.sqrt_rn(weights), tl.sqrt_rn(tl.where(usable, directions, 1.0)))
+    if BOUNDED:
+        ratio = tl.where(ratio < LOWER, LOWER, tl.where(ratio > UPPER, UPPER, ratio))
+    return tl.where(usable, ratio, 1.0)
 
 
 @triton.jit
@@ -153,6 +157,9 @@ def _lamb_closed_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,  # a power of two: no tensor has more units
+    LOWER: tl.constexpr,  # of the ratios
+    UPPER: tl.constexpr,
+    BOUNDED: tl.constexpr,  # whether these can bind
 ):
     by = tl.load(factor)
     lane = tl.arange(0, BLOCK)
@@ -198,7 +205,7 @@ def _lamb_closed_kernel(
             total = sums + tl.load(entry) * 2
             tl.store(total, tl.load(total) + weight)
             tl.store(total + 1, tl.load(total + 1) + direction)
-        pace = rate * _ratio(weight, direction)
+        pace = rate * _ratio(weight, direction, LOWER, UPPER, BOUNDED)
         soon = tl.load(master + start + lane, mask=lane < length, other=0.0)
         for block in tl.static_range(UNIT // BLOCK):
             x = soon
@@ -269,13 +276,7 @@ def _lamb_finish_kernel(
 
 
 def _begin_closed(
-    flat: Flat,
-    gradient: Tensor,
-    layout: Layout,
-    constants: tuple[float, ...],
-    rate: float,
-    factor: Tensor,
-    sums: Tensor,
+    flat: Flat, gradient: Tensor, layout: Layout, moments: Moments, step: int, rate: float, factor: Tensor, sums: Tensor
 ) -> None:
     units = layout.closed
     if len(units) == 0:
@@ -287,10 +288,11 @@ def _begin_closed(
     buffers = flat.master, gradient, flat.mean, flat.square, copy, *tables, partial, arrived, sums, factor
     unit = HELD * layout.unit
     shape = {"UNIT": unit, "BLOCK": unit // 16, "MOST": triton.next_power_of_2(layout.programs)}
+    shape |= {"LOWER": moments.lower, "UPPER": moments.upper, "BOUNDED": moments.bounded, "COPY": flat.copy is not None}
     # 4 elements a thread of a full unit's block; 128 is 65,536 registers / (RESIDENT programs * 256 threads).
     resident = {"num_warps": 8, "maxnreg": 128, "launch_cooperative_grid": True}
     grid = (min(layout.programs, len(units)),)
-    _lamb_closed_kernel[grid](*buffers, len(units), rate, constants, COPY=flat.copy is not None, **shape, **resident)
+    _lamb_closed_kernel[grid](*buffers, len(units), rate, moments.constants(step), **shape, **resident)
 
 
 def _begin_open(
@@ -324,7 +326,7 @@ def lamb_begin(
         lamb_begin_reference(flat, gradient, layout, moments, step, rate, factor, sums)
         return
     constants = moments.constants(step)
-    _begin_closed(flat, gradient, layout, constants, rate, factor, sums)
+    _begin_closed(flat, gradient, layout, moments, step, rate, factor, sums)
     step_units(flat, gradient, layout, layout.plain, constants, rate, factor)
     _begin_open(flat, gradient, layout, constants, factor, sums)
 

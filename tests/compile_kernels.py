@@ -1,11 +1,14 @@
 """Compiles every kernel for an H100, without one: the launchers run, the launches do not.
 
-A script, since the tests' own process has Triton interpret the kernels. Prints a line a kernel.
+A script, since the tests' own process has Triton interpret the kernels. Prints a line a kernel: its part, its name.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +28,7 @@ from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 HALF = torch.float16
 
 
-def pretend() -> None:
+def pretend(part: str) -> None:
     """Compile for compute capability 9.0 and launch nothing; unwritten outputs are whatever they are."""
     from triton.backends.compiler import GPUTarget
 
@@ -39,7 +42,7 @@ def pretend() -> None:
 
     def compile_only(function: Any, grid: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> Any:
-            print(function.fn.__name__, flush=True)
+            print(f"{part} {function.fn.__name__}\n", end="", flush=True)  # at once: parts share the output
             return function.warmup(*arguments, grid=grid, **options)
 
         return launch
@@ -56,7 +59,7 @@ def run_attention() -> None:
         (16, 32, HALF),
         (128, 64, torch.bfloat16),
         (512, 64, HALF),
-        (128, 64, torch.float32),
+        (16, 16, torch.float32),  # has one launch for all sizes
     ):
         cu_seqlens = torch.tensor([0, longest], dtype=torch.int32)
         keys = dropout.token_keys(0, 1, torch.zeros(1, dtype=torch.int64), torch.arange(longest), cu_seqlens)
@@ -86,20 +89,38 @@ def run_optimizers() -> None:
         Piece(0, 100_000, 0.01, 0, True),
         Piece(100_000, 50_000, 0.01, 1, False),
         Piece(150_000, 9, 0.0, -1, True),
+        Piece(160_000, 9_000, 0.01, 2, True),  # small enough for the one launch, which compiles for seconds: once
     ]
-    layout = make_layout(pieces, size, torch.device("cpu"))
-    flat, factor = Flat(*(torch.ones(size) for _ in range(3))), torch.ones(())
-    moments = Moments(0.9, 0.999, 1e-6, True)
-    for dtype in (torch.float32, HALF):
+    factor, plain = torch.ones(()), Moments(0.9, 0.999, 1e-6, True)
+    for dtype, held, moments in (
+        (torch.float32, pieces[:3], plain),
+        (HALF, pieces, replace(plain, lower=0.01, upper=0.3)),
+    ):
+        # as many programs as an H100 holds: the one-launch kernel is compiled for their number
+        layout = replace(make_layout(held, size, torch.device("cpu")), programs=264)
         gradient = torch.ones(size, dtype=dtype)
+        flat = Flat(torch.ones(size), torch.ones(size), torch.ones(size), gradient if dtype == HALF else None)
         gradient_square_sum(gradient, layout)
         adam_update(flat, gradient, layout, moments, 1, 1e-3, factor)
-        sums = torch.ones(2, 2)
+        sums = torch.ones(3, 2)
         lamb_begin(flat, gradient, layout, moments, 1, 1e-3, factor, sums)
-        lamb_finish(flat, layout, moments, 1, 1e-3, trust_ratios(sums))
+        lamb_finish(flat, layout, moments, 1, 1e-3, trust_ratios(sums, moments))
+
+
+PARTS: dict[str, Callable[[], None]] = {"attention": run_attention, "rows": run_rows, "optimizers": run_optimizers}
+
+
+def compile_part(part: str) -> None:
+    pretend(part)
+    with backend.using("triton"):
+        PARTS[part]()
 
 
 if __name__ == "__main__":
-    pretend()
-    with backend.using("triton"):
-        {"attention": run_attention, "rows": run_rows, "optimizers": run_optimizers}[sys.argv[1]]()
+    fork = multiprocessing.get_context("fork")  # the imports are there once for all
+    processes = [fork.Process(target=compile_part, args=(part,)) for part in PARTS]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))

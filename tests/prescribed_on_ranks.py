@@ -4,7 +4,8 @@
 
 Bert's forward is replaced by the sum of all weights, each times its prescribed gradient; of this, every rank gives its
 share of the elements. All padding of the masters and moments is NaN. OUT gets the masters of each
-of ZERO_STAGES ("1,2,3"), and the gradient norms of the steps. ``scales=1,256``: loss scales, over and over.
+of ZERO_STAGES ("1,2,3"), and the gradient norms of the steps. ``optimizer``: one of OPTIMIZERS. ``scales=1,256``: loss
+scales, over and over.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ from trainer.world import from_launcher, join, leave
 MODEL = ModelConfig(layers=1, hidden=128, heads=2, intermediate=512, max_positions=128, vocab_size=1000)
 STEPS, RATE = 20, 0.01
 OPTIMIZER = OptimizerConfig(gradient_clipping=1.0)  # of norms around 20
+OPTIMIZERS = {
+    "lamb": OPTIMIZER,
+    "adam": replace(OPTIMIZER, name="adam"),
+    # DeepSpeed's LAMB; there are ratios below, within and above the bounds
+    "bounded": replace(OPTIMIZER, bias_correction=False, adapted="all", min_trust_ratio=0.01, max_trust_ratio=0.3),
+}
 
 
 def gradient(step: int, name: str, shape: torch.Size) -> Tensor:
@@ -83,9 +90,8 @@ def poison(engine: Engine) -> None:
 
 def main() -> None:
     out, stages = sys.argv[1:3]
-    options = {"device": "cpu", "precision": "fp32", "scales": "1"} | dict(
-        option.split("=", 1) for option in sys.argv[3:]
-    )
+    options = {"device": "cpu", "precision": "fp32", "scales": "1", "optimizer": "lamb", "steps": str(STEPS)}
+    options |= dict(option.split("=", 1) for option in sys.argv[3:])
     world = from_launcher(options["device"])
     join(world, 60)
     if options["device"] == "cpu":
@@ -94,10 +100,10 @@ def main() -> None:
     told, scales = {}, [float(scale) for scale in options["scales"].split(",")]
     for stage in map(int, stages.split(",")):
         config = EngineConfig(stage, options["precision"])  # type: ignore[arg-type]
-        engine = Engine(config, MODEL, OPTIMIZER, world, seed=3)
+        engine = Engine(config, MODEL, OPTIMIZERS[options["optimizer"]], world, seed=3)
         poison(engine)
         norms = []
-        for step in range(STEPS):
+        for step in range(int(options["steps"])):
             engine.loss_scale = replace(engine.loss_scale, scale=scales[step % len(scales)])
             mine = [batch_of(step, world.rank, world.size)]
             norms.append(float(engine.step(mine, GlobalCounts(1, 1, 1, 1), step, RATE).gradient_norm))

@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
-import pytest
 from ranks import ROOT
 
 
-@pytest.mark.parametrize(("which", "kernels"), [("attention", 10), ("rows", 20), ("optimizers", 12)])
-def test_kernels_compile_for_an_h100(which: str, kernels: int, tmp_path: Path) -> None:
+def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "compile_kernels.py", which],
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, ROOT / "tests" / "compile_kernels.py"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) == kernels
+    launches = Counter(line.split()[0] for line in done.stdout.splitlines())
+    assert launches == {"attention": 10, "rows": 20, "optimizers": 13}

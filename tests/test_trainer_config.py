@@ -66,7 +66,19 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
     [
         ("phases.0.steps=1e6", "phases.0.steps: expected a whole number, found str '1e6'"),
         ("phases.0.steps=true", "phases.0.steps: expected a whole number, found bool True"),
-        ("phases.0.steps=0", "phases.0.steps is 0: must be 1 or more"),
+        ("phases.0.steps=-1", "phases.0.steps is -1: must be 1 or more"),
+        ("phases.0.steps=0", "phases.0.steps, samples, epochs: state exactly one of them"),
+        ("phases.0.epochs=3", "phases.0.steps, samples, epochs: state exactly one of them"),
+        ("phases.0.decay=cosine", "phases.0.decay: 'cosine' is not one of polynomial, exponential"),
+        ("phases.0.decay=exponential", "phases.0.decay_rate, decay_steps: state both for decay: exponential"),
+        ("optimizer.min_trust_ratio=-1", "optimizer.min_trust_ratio is -1.0: must be 0 (off) or more"),
+        ("optimizer.max_trust_ratio=0", "optimizer.max_trust_ratio is 0.0: must be above 0 and not below min_trust"),
+        ("optimizer={min_trust_ratio: 2, max_trust_ratio: 1}", "optimizer.max_trust_ratio is 1.0: must be above 0"),
+        ("optimizer.adapted=none", "optimizer.adapted: 'none' is not one of decayed, all"),
+        ("optimizer={name: adam, adapted: all}", "optimizer.adapted is LAMB's, and name is adam: leave it out, or set"),
+        ("optimizer={name: adam, max_trust_ratio: 1}", "optimizer.max_trust_ratio is LAMB's, and name is adam"),
+        ("optimizer.name=apex", "optimizer.name: 'apex' is not one of lamb, adam"),
+        ("engine.offload_optimizer=cpu", "engine.offload_optimizer: unknown key; known are zero_stage, precision"),
         ("phases.0.warmup_steps=101", "phases.0.warmup_steps is 101: must lie between 0 and steps (100)"),
         ("phases.0.learning_rate=fast", "phases.0.learning_rate: expected a number, found str 'fast'"),
         ("phases.0.learning_rate=true", "phases.0.learning_rate: expected a number, found bool True"),
@@ -95,9 +107,14 @@ def test_a_bad_value_is_one_line(tmp_path: Path, override: str, message: str) ->
 
 
 def test_a_required_key_is_missed(tmp_path: Path) -> None:
-    text = MINIMAL.replace("name: r, ", "").replace(", steps: 100", "")
-    missing = [f"{key}: missing; it has no default" for key in ("run.name", "phases.0.steps")]
+    text = MINIMAL.replace("name: r, ", "").replace(", sequence_length: 128", "")
+    missing = [f"{key}: missing; it has no default" for key in ("run.name", "phases.0.sequence_length")]
     assert problems(tmp_path, text=text) == missing
+    text = MINIMAL.replace(", steps: 100, learning_rate: 1e-4", "")
+    assert problems(tmp_path, text=text) == [
+        "phases.0.steps, samples, epochs: state exactly one of them, the length of the phase",
+        "phases.0.learning_rate is 0.0: must be above 0",
+    ]
 
 
 def test_overrides_reach_sections_that_the_file_leaves_out(tmp_path: Path) -> None:
@@ -121,7 +138,7 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, content: bytes | None, 
 
 
 def test_the_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None:
-    overrides = ("phases.0.heldout=h", "metrics.port=null", "optimizer.epsilon=1e-9", "phases.0.power=0.5")
+    overrides = ("phases.0.heldout=h", "metrics.port=null", "optimizer.max_trust_ratio=10", "phases.0.power=0.5")
     config = loaded(tmp_path, *overrides, "phases.0.masks=dynamic")
     tree = to_tree(config)
     assert loaded(tmp_path, text=yaml.safe_dump(tree)) == config

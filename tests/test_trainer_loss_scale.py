@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+import ranks
 
 from trainer.errors import TrainerError
 from trainer.loss_scale import LossScale, next_scale
@@ -48,3 +50,11 @@ def test_gradients_that_never_hold_end_the_run_with_a_remedy() -> None:
 
 def test_the_floor_is_reached_whatever_the_start() -> None:
     assert next_scale(LossScale(3.0, floor=2.0), overflow=True).scale == 2.0
+
+
+def test_ranks_that_meet_the_floor_end_together(tmp_path: Path) -> None:
+    """fp16 on CPUs; one rank's gradients overflow at every scale."""
+    told = (str(tmp_path / "out.pt"), "2", "1", "4", "precision=fp16", "scale=2", "poison=1:0,1:1,1:2")
+    for code, output in ranks.finish(ranks.fork(2, "tests/engine_on_ranks.py", *told)):
+        assert code == 1 and "gradients overflow at the loss scale's floor (1): lower the learning rate or" in output
+    assert not (tmp_path / "out.pt").exists()

@@ -47,12 +47,12 @@ PARTS = {
 
 
 def micro_batch(lengths: list[int], model: ModelConfig) -> MicroBatch:
-    """Random tokens in sequences of these lengths, 15 % of them masked, on the GPU."""
+    """Random tokens in sequences of these lengths, 15 % of them masked."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(lengths)
     positions = torch.cat([torch.arange(length) for length in lengths])
     masked = torch.randperm(tokens, generator=generator)[: round(0.15 * tokens)].sort().values
-    batch = MicroBatch(
+    return MicroBatch(
         tokens=torch.randint(0, model.vocab_size, (tokens,), generator=generator),
         segments=torch.zeros(tokens, dtype=torch.int64),
         positions=positions,
@@ -63,7 +63,6 @@ def micro_batch(lengths: list[int], model: ModelConfig) -> MicroBatch:
         labels=torch.randint(0, model.vocab_size, masked.shape, generator=generator),
         is_next=torch.zeros(len(lengths), dtype=torch.int64),
     )
-    return batch.to(torch.device("cuda"))
 
 
 def shard_lengths(folder: Path) -> list[int]:
@@ -151,7 +150,7 @@ def parts(run: Callable[[], object]) -> dict[str, float]:
 
 def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> None:
     """A row for each contender, and where ours spends its time."""
-    batch = micro_batch(lengths, model)
+    batch = micro_batch(lengths, model).to(torch.device("cuda"))
     counts = GlobalCounts(batch.masked.numel(), len(lengths), sum(lengths), sum(n * n for n in lengths))
     flops = model_flops(model, counts)
     contenders: dict[str, Contender] = {"Lambert": ours, "Hugging Face": partial(theirs, compiled=False)}

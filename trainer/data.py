@@ -17,7 +17,7 @@ from trainer.loader import DynamicMasks, Loader
 from trainer.model import ModelConfig
 from trainer.order import Order
 from trainer.remote import is_remote
-from trainer.schedule import Phase, batch_of
+from trainer.schedule import Phase, batch_of, resolve
 from trainer.world import World
 
 _MASKS = 4  # what draws are for; see trainer/order.py
@@ -27,7 +27,7 @@ _MASKS = 4  # what draws are for; see trainer/order.py
 class PhaseData:
     """A phase's shards, opened for this rank."""
 
-    phase: Phase
+    phase: Phase  # as it runs: its length in steps, its rates for its batch
     loader: Loader
     heldout: Loader | None
     order: Order
@@ -77,7 +77,10 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         )
     sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
     order = Order(sizes, config.run.seed, config.run.shuffle_window)
-    return PhaseData(phase, loaders["train"], loaders.get("heldout"), order, *batch_of(phase, world.size))
+    global_batch, micro_batches = batch_of(phase, world.size)
+    runs = resolve(phase, global_batch, sum(sizes))
+    problems += [f"{where}.{problem}" for problem in runs.problems()]
+    return PhaseData(runs, loaders["train"], loaders.get("heldout"), order, global_batch, micro_batches)
 
 
 def _open_folder(place: str, config: Config, world: World) -> tuple[Path, Cache | None]:

@@ -155,7 +155,7 @@ class Engine:
         # about DeepSpeed's own calls, once a rank
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self.world, self.seed, self.stage = world, seed, config.zero_stage
-        self._watch = watch or Stopwatch(world.device)
+        self.watch = watch or Stopwatch(world.device)
         self.gathers = config.zero_stage == 3
         self.precision = resolve_precision(config, world.device)
         module = Bert(model, seed)
@@ -198,9 +198,9 @@ class Engine:
         for index, batch in enumerate(batches):
             self._deepspeed.set_gradient_accumulation_boundary(index == len(batches) - 1)
             sums += self._micro_step(batch, counts, step)
-        self._watch.begin("optimizer")
+        self.watch.begin("optimizer")
         self._deepspeed.step()
-        self._watch.begin("")
+        self.watch.begin("")
         applied = bool(self._deepspeed.was_step_applied())
         used = self.loss_scale.scale
         if self.precision == "fp16":
@@ -222,17 +222,17 @@ class Engine:
         """What DeepSpeed calls at the end of each backward: it adds the gradients up, over micro-batches and ranks."""
 
         def timed(*arguments: Any, **options: Any) -> None:
-            self._watch.begin("reduce")
+            self.watch.begin("reduce")
             reduce(*arguments, **options)
 
         return timed
 
     def _micro_step(self, batch: MicroBatch, counts: GlobalCounts, step: int) -> Tensor:
-        self._watch.begin("forward")
+        self.watch.begin("forward")
         batch = batch.to(self.world.device)
         keys = token_keys(self.seed, step, batch.samples, batch.positions, batch.cu_seqlens)
         output: Output = self._deepspeed(batch, keys)
         loss = output.mlm_loss / max(counts.targets, 1) + output.nsp_loss / max(counts.pairs, 1)
-        self._watch.begin("backward")
+        self.watch.begin("backward")
         self._deepspeed.backward(loss * self.loss_scale.scale, scale_wrt_gas=False)
         return torch.stack([getattr(output, name).detach().double() for name in SUMS])

@@ -4,10 +4,16 @@ DeepSpeed hands an optimizer flat buffers that cut through tensors and calls ``s
 optimizers step over the :class:`~trainer.partition.Partition` instead, so they know which tensor an
 element belongs to: the decay, the trust ratio and every norm are those of whole tensors, and the
 padding of the buffers is never read into one.
+
+NVIDIA Apex's optimizers are not among the choices. Its FusedLAMB takes the norms of the tensors that it is
+given and moves these in the same call (csrc/multi_tensor_lamb.cu): under ZeRO that is the trust ratio of one
+rank's share, and no place is left to complete it over the ranks. Its FusedAdam has no norms and would be exact,
+but does nothing that the step here does not do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,15 +32,26 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # PyTorch's own names of the two moving ave
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer, and its constants. The learning rate belongs to the phases."""
+    """Which optimizer, and its constants. The learning rate belongs to the phases.
+
+    LAMB's defaults are the paper's (You et al. 2020, Algorithm 2, φ the identity) and its authors' code's. Others:
+    NVIDIA's NVLAMB pre-normalises the gradients, g / max(1, ‖g‖) of all tensors together, which is
+    ``gradient_clipping: 1.0``, and in Apex with ``use_nvlamb`` adapts all tensors. DeepSpeed's FusedLamb adapts
+    all, within ``min_coeff`` and ``max_coeff``. The paper's other φ bounds ‖x‖ instead, at values that it does not
+    give. Norms are L2, as everybody's: one all-reduce completes their sums of squares over the ranks.
+    """
 
     name: Literal["lamb", "adam"] = "lamb"
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-6
     weight_decay: float = 0.01  # decoupled; not for biases and LayerNorm
-    bias_correction: bool = True  # False is the original BERT's Adam
-    gradient_clipping: float = 0.0  # bound of the global gradient norm; 0 is off
+    bias_correction: bool = True  # False: the original BERT's Adam, DeepSpeed's recipe for LAMB
+    gradient_clipping: float = 0.0  # gradients are divided by max(1, their global norm / this); 0 is off
+    # LAMB only:
+    adapted: Literal["decayed", "all"] = "decayed"  # decayed: biases and LayerNorm have a trust ratio of 1
+    min_trust_ratio: float = 0.0  # bounds of the trust ratios; where a norm is zero the ratio is 1 all the same
+    max_trust_ratio: float | None = None  # null: none
 
     def problems(self) -> list[str]:
         """What cannot be, each with its remedy."""
@@ -44,14 +61,21 @@ class OptimizerConfig:
                 found.append(f"{name} is {getattr(self, name)}: must lie in [0, 1)")
         if not self.epsilon > 0:
             found.append(f"epsilon is {self.epsilon}: must be above 0")
-        for name in ("weight_decay", "gradient_clipping"):
+        for name in ("weight_decay", "gradient_clipping", "min_trust_ratio"):
             if getattr(self, name) < 0:
                 found.append(f"{name} is {getattr(self, name)}: must be 0 (off) or more")
+        most = self.max_trust_ratio
+        if most is not None and (most <= 0 or most < self.min_trust_ratio):
+            least = self.min_trust_ratio
+            found.append(f"max_trust_ratio is {most}: must be above 0 and not below min_trust_ratio ({least}), or null")
+        for name in ("adapted", "min_trust_ratio", "max_trust_ratio"):
+            if self.name != "lamb" and getattr(self, name) != getattr(OptimizerConfig, name):
+                found.append(f"{name} is LAMB's, and name is {self.name}: leave it out, or set name to lamb")
         return found
 
 
 def decays(shape: torch.Size) -> bool:
-    """Whether a parameter is decayed, and adapted by LAMB: matrices are, biases and LayerNorm are not.
+    """Whether a parameter is decayed: matrices are, biases and LayerNorm are not.
 
     The authors' LAMB leaves the tensors that it does not decay out of the layer adaptation, too.
     """
@@ -65,6 +89,7 @@ class LambertOptimizer(torch.optim.Optimizer):
         super().__init__(list(parameters), {"lr": 0.0})
         self.config = config
         self.partition: Partition | None = None
+        self.rows: dict[str, int] = {}  # of LAMB's sums, by the names of the adapted parameters
         self.layouts: list[Layout] = []  # of the partition's buffers
         self.steps = 0  # taken; bias correction counts them
         self.gradient_scale = 1.0  # what the loss was multiplied by
@@ -75,9 +100,10 @@ class LambertOptimizer(torch.optim.Optimizer):
         """Step over ``partition`` from now on, with zero moments. Until then ``step`` does nothing."""
         self.partition = partition
         self.gradient_norm = partition.buffers[0].master.new_zeros(())  # on the device from the start
-        adapted = [name for name, shape in partition.shapes.items() if decays(shape)]
-        rows = {name: row for row, name in enumerate(adapted)}
-        self.layouts = [self._layout(buffer, rows) for buffer in partition.buffers]
+        every = self.config.adapted == "all"
+        adapted = [name for name, shape in partition.shapes.items() if every or decays(shape)]
+        self.rows = {name: row for row, name in enumerate(adapted)}
+        self.layouts = [self._layout(buffer) for buffer in partition.buffers]
         for buffer in partition.buffers:
             flat = buffer.master.view(-1)
             self.state[buffer.master] = {name: torch.zeros_like(flat) for name in MOMENTS}
@@ -103,7 +129,7 @@ class LambertOptimizer(torch.optim.Optimizer):
         factor = torch.full_like(squares, unscale)
         if self.config.gradient_clipping > 0:  # the moments must see clipped gradients: a second all-reduce
             norm = self._complete(squares.clone()).sqrt()
-            factor *= (self.config.gradient_clipping / (norm + 1e-6)).clamp(max=1.0)
+            factor *= (self.config.gradient_clipping / norm).clamp(max=1.0)
         self.gradient_norm = self._update(gradients, factor, squares).sqrt()
 
     def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
@@ -112,13 +138,14 @@ class LambertOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def _layout(self, buffer: Buffer, rows: dict[str, int]) -> Layout:
+    def _layout(self, buffer: Buffer) -> Layout:
         assert self.partition is not None
         pieces = []
         for part in buffer.slices:
-            whole = part.length == self.partition.shapes[part.name].numel()
-            decay = self.config.weight_decay if part.name in rows else 0.0
-            pieces.append(Piece(part.offset, part.length, decay, rows.get(part.name, -1), whole))
+            shape = self.partition.shapes[part.name]
+            decay = self.config.weight_decay if decays(shape) else 0.0
+            row, whole = self.rows.get(part.name, -1), part.length == shape.numel()
+            pieces.append(Piece(part.offset, part.length, decay, row, whole))
         return make_layout(pieces, buffer.master.numel(), buffer.master.device)
 
     def _flats(self) -> list[Flat]:
@@ -134,7 +161,8 @@ class LambertOptimizer(torch.optim.Optimizer):
 
     def _moments(self) -> Moments:
         config = self.config
-        return Moments(config.beta1, config.beta2, config.epsilon, config.bias_correction)
+        bounds = config.min_trust_ratio, math.inf if config.max_trust_ratio is None else config.max_trust_ratio
+        return Moments(config.beta1, config.beta2, config.epsilon, config.bias_correction, *bounds)
 
     @property
     def rate(self) -> float:
@@ -160,15 +188,13 @@ class Lamb(LambertOptimizer):
     """LAMB: Adam's direction, with each tensor's step scaled to its own norm."""
 
     def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
-        assert self.partition is not None
         flats, moments, rate = self._flats(), self._moments(), self.rate
-        rows = sum(decays(shape) for shape in self.partition.shapes.values())
-        sums = squares.new_zeros(rows + 1, 2)  # the last row takes the gradients' squares along
+        sums = squares.new_zeros(len(self.rows) + 1, 2)  # the last row takes the gradients' squares along
         sums[-1, 0] = squares
         for flat, gradient, layout in zip(flats, gradients, self.layouts, strict=True):
             lamb_begin(flat, gradient, layout, moments, self.steps, rate, factor, sums[:-1])
         sums = self._complete(sums)
-        self.trust = trust_ratios(sums[:-1])
+        self.trust = trust_ratios(sums[:-1], moments)
         for flat, layout in zip(flats, self.layouts, strict=True):
             lamb_finish(flat, layout, moments, self.steps, rate, self.trust)
         return sums[-1, 0]

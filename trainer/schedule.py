@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -11,20 +12,29 @@ class Phase:
     """One stretch of a run at one sequence length. A run is a list of them; moments carry over.
 
     State two of ``global_batch``, ``micro_batch`` and ``accumulation``; with the number of ranks the
-    third follows (see :func:`batch_of`).
+    third follows (see :func:`batch_of`). State one of ``steps``, ``samples`` and ``epochs``; once the shards
+    are open, the phase that runs is the one that :func:`resolve` makes of this, and its length is in steps.
     """
 
     name: str
     train: str  # training shards: a folder, or an address such as s3://bucket/folder
     sequence_length: int  # of those shards; checked against their manifest
-    steps: int  # optimizer steps
-    learning_rate: float  # peak
+    steps: int = 0  # optimizer steps; 0: as many as samples or epochs ask for
+    learning_rate: float = 0.0  # peak; no default would do
     global_batch: int | None = None  # sequences of all ranks and micro-batches in one step
     micro_batch: int | None = None  # sequences of one forward and backward on one rank, at most
     accumulation: int | None = None  # micro-batches of one rank in one step
+    samples: int | None = None  # sequences to train on, rounded up to whole steps
+    epochs: float | None = None  # passes over the training shards, likewise
+    reference_batch: int | None = None  # the rates are for this global batch, and grow with the root of the real one
     warmup_steps: int = 0
+    warmup_power: float = 1.0  # 1 is linear
+    start_learning_rate: float = 0.0  # where the warm-up starts
+    decay: Literal["polynomial", "exponential"] = "polynomial"
     power: float = 1.0  # of the polynomial decay; 1 is linear, 0 is constant
-    end_learning_rate: float = 0.0
+    decay_rate: float | None = None  # of the exponential decay: what decay_steps leave of the rate
+    decay_steps: int | None = None
+    end_learning_rate: float = 0.0  # what either decay goes to and never below
     heldout: str | None = None  # held-out shards, likewise, evaluated during the phase
     # of the training shards; static: those in them; dynamic: new ones in each epoch, drawn as those were
     masks: Literal["static", "dynamic"] = "static"
@@ -35,21 +45,41 @@ class Phase:
         stated = [self.global_batch, self.micro_batch, self.accumulation]
         if sum(value is not None for value in stated) != 2:
             found.append("global_batch, micro_batch, accumulation: state exactly two of them; the third follows")
-        for name in ("steps", "sequence_length", "global_batch", "micro_batch", "accumulation"):
+        if sum([self.steps != 0, self.samples is not None, self.epochs is not None]) != 1:
+            found.append("steps, samples, epochs: state exactly one of them, the length of the phase")
+        whole = ("sequence_length", "global_batch", "micro_batch", "accumulation", "samples", "reference_batch")
+        for name in (*whole, "decay_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{name} is {value}: must be 1 or more")
+        if self.steps < 0:
+            found.append(f"steps is {self.steps}: must be 1 or more")
+        if self.epochs is not None and not self.epochs > 0:
+            found.append(f"epochs is {self.epochs}: must be above 0")
+        return found + self._rate_problems()
+
+    def _rate_problems(self) -> list[str]:
+        found = []
         if not self.learning_rate > 0:
             found.append(f"learning_rate is {self.learning_rate}: must be above 0")
-        if not 0 <= self.end_learning_rate <= self.learning_rate:
-            found.append(
-                f"end_learning_rate is {self.end_learning_rate}: must lie between 0 and learning_rate "
-                f"({self.learning_rate})"
-            )
-        if not 0 <= self.warmup_steps <= self.steps:
-            found.append(f"warmup_steps is {self.warmup_steps}: must lie between 0 and steps ({self.steps})")
+        for name in ("start_learning_rate", "end_learning_rate"):
+            if not 0 <= getattr(self, name) <= self.learning_rate:
+                bounds = f"0 and learning_rate ({self.learning_rate})"
+                found.append(f"{name} is {getattr(self, name)}: must lie between {bounds}")
+        if self.warmup_steps < 0 or 0 < self.steps < self.warmup_steps:
+            most = f"0 and steps ({self.steps})" if self.steps > 0 else "0 and the length of the phase"
+            found.append(f"warmup_steps is {self.warmup_steps}: must lie between {most}")
+        if not self.warmup_power > 0:
+            found.append(f"warmup_power is {self.warmup_power}: must be above 0")
         if self.power < 0:
             found.append(f"power is {self.power}: must be 0 or more")
+        exponential = self.decay == "exponential"
+        if exponential != (self.decay_rate is not None) or exponential != (self.decay_steps is not None):
+            found.append("decay_rate, decay_steps: state both for decay: exponential, and none of them without")
+        if self.decay_rate is not None and not 0 < self.decay_rate <= 1:
+            found.append(f"decay_rate is {self.decay_rate}: must be above 0, and 1 or less")
+        if exponential and self.power != Phase.power:
+            found.append("power is of decay: polynomial, and decay is exponential: leave it out")
         return found
 
 
@@ -70,14 +100,37 @@ def batch_of(phase: Phase, ranks: int) -> tuple[int, int]:
     return phase.global_batch, -(-share // phase.micro_batch)
 
 
-def learning_rate(phase: Phase, step: int) -> float:
-    """Rate of step 1 … ``phase.steps``: linear warm-up, then polynomial decay over the whole phase.
+def resolve(phase: Phase, global_batch: int, available: int) -> Phase:
+    """The phase as it runs with ``global_batch`` sequences a step over shards of ``available``. Pure.
 
-    As google-research/bert and NVIDIA's BERT have it, the decay counts from the phase's start, not
-    from the end of the warm-up: ``end + (peak - end) · (1 - (step - 1) / steps) ** power``.
+    Its length is in steps, rounded up so that no sample that was asked for is left out. Rates that are stated for
+    ``reference_batch`` are √k times as large where the batch is k times that: the rule by which LAMB's authors train
+    BERT at all batches from 512 to 32,768 (You et al. 2020, section 4; Krizhevsky 2014).
+    """
+    by = math.sqrt(global_batch / phase.reference_batch) if phase.reference_batch is not None else 1.0
+    samples = phase.samples if phase.epochs is None else round(phase.epochs * available)
+    steps = phase.steps if samples is None else max(1, -(-samples // global_batch))
+    rates = {name: getattr(phase, name) * by for name in ("start_learning_rate", "learning_rate", "end_learning_rate")}
+    return replace(phase, steps=steps, samples=None, epochs=None, reference_batch=None, **rates)
+
+
+def learning_rate(phase: Phase, step: int) -> float:
+    """Rate of step 1 … ``phase.steps``: warm-up from ``start`` to ``peak``, then the decay towards ``end``.
+
+    warm-up      start + (peak - start) · (step / warmup_steps) ** warmup_power
+    polynomial   end + (peak - end) · (1 - (step - 1) / steps) ** power
+    exponential  end + (peak - end) · decay_rate ** ((step - 1 - warmup_steps) / decay_steps)
+
+    The polynomial decay counts from the phase's start, not from the end of the warm-up, as google-research/bert and
+    NVIDIA's BERT have it. The exponential one is DeepSpeed's (bing_bert, ``warmup_exp_decay_exp``: warm-up of power
+    2, and an ``lr_offset`` that is added everywhere: ``start`` and ``end`` here, ``peak`` that much above its rate).
     """
     if step <= phase.warmup_steps:
-        return phase.learning_rate * step / phase.warmup_steps
-    remaining = 1.0 - (step - 1) / phase.steps
-    span = phase.learning_rate - phase.end_learning_rate
-    return float(phase.end_learning_rate + span * remaining**phase.power)
+        span, power = phase.learning_rate - phase.start_learning_rate, phase.warmup_power
+        return float(phase.start_learning_rate + span * step**power / phase.warmup_steps**power)
+    if phase.decay == "exponential":
+        assert phase.decay_rate is not None and phase.decay_steps is not None  # Phase.problems
+        left = phase.decay_rate ** ((step - 1 - phase.warmup_steps) / phase.decay_steps)
+    else:
+        left = (1.0 - (step - 1) / phase.steps) ** phase.power
+    return float(phase.end_learning_rate + (phase.learning_rate - phase.end_learning_rate) * left)

@@ -36,6 +36,7 @@ class Run:
     """The parts of one run on one rank, and what they do at a step's border, each when it is its turn."""
 
     def __init__(self, config: Config, phases: list[PhaseData], world: World) -> None:
+        config = replace(config, phases=tuple(data.phase for data in phases))  # as they run: in steps
         self.config, self.phases, self.world = config, phases, world
         self.folder = Path(config.run.folder)
         self.stop = Stop(world, config.metrics.log_every_steps)
@@ -293,18 +294,16 @@ def _describe(run: Run, state: TrainState) -> None:
     """Say once what really runs, and leave the resolved configuration and the tokenizer beside the checkpoints."""
     config, chosen = run.config, backend.resolve(run.world.device.type)
     together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
-    run.metrics.describe(
-        state,
-        {
-            "run": config.run.name,
-            "config": fingerprint(to_tree(config)),
-            "ranks": str(run.world.size),
-            "device": run.world.device.type,
-            "zero_stage": str(config.engine.zero_stage),
-            "optimizer": config.optimizer.name,
-            "kernels": chosen.name,
-            "apex": chosen.apex,
-            "parameters": str(run.engine.parameters),
-            **run.engine.versions,
-        },
-    )
+    facts = {
+        "run": config.run.name,
+        "config": fingerprint(to_tree(config)),
+        "ranks": str(run.world.size),
+        "device": run.world.device.type,
+        "zero_stage": str(config.engine.zero_stage),
+        "optimizer": config.optimizer.name,
+        "kernels": chosen.name,
+        "apex": chosen.apex,
+        "parameters": str(run.engine.parameters),
+        **run.engine.versions,
+    }
+    together(lambda: run.metrics.describe(state, facts), run.world)
