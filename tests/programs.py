@@ -34,10 +34,14 @@ def program(name: str) -> str:
 
 def _unpack(package: str) -> str:
     """Download a package as any user may, and unpack it into FOLDER; why not, where it cannot be."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    lists, cache = FOLDER / "lists", FOLDER / "cache"  # the system's may be absent, old, or another user's
+    (lists / "partial").mkdir(parents=True, exist_ok=True)
+    cache.mkdir(exist_ok=True)
+    apt = ["apt-get", "--quiet", "-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
+    unpack = ["sh", "-c", f"dpkg-deb -x {package}_*.deb ."]
     with (FOLDER / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the tests want it, too
-        for command in (["apt-get", "download", package], ["sh", "-c", f"dpkg-deb -x {package}_*.deb ."]):
+        for command in ([*apt, "update"], [*apt, "download", package], unpack):
             try:
                 done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=300)
             except (OSError, subprocess.TimeoutExpired) as error:
