@@ -59,6 +59,8 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
     assert found[0].startswith("phases: two phases are named 'a'")
     assert found[1].startswith("phases.1.sequence_length is 1024 but model.max_positions is 512")
     assert problems(tmp_path, "phases=[]") == ["phases is empty: a run needs at least one"]
+    [found] = problems(tmp_path, "run.timeout_seconds=20")
+    assert found.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait for it")
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,8 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("phases.0.epochs=3", "phases.0.steps, samples, epochs: state exactly one of them"),
         ("phases.0.decay=cosine", "phases.0.decay: 'cosine' is not one of polynomial, exponential"),
         ("phases.0.decay=exponential", "phases.0.decay_rate, decay_steps: state both for decay: exponential"),
+        ("metrics.linger_seconds=-1", "metrics.linger_seconds is -1.0: must be 0 or more"),
+        ("metrics.device_teraflops=0", "metrics.device_teraflops is 0.0: must be above 0, or null"),
         ("optimizer.min_trust_ratio=-1", "optimizer.min_trust_ratio is -1.0: must be 0 (off) or more"),
         ("optimizer.max_trust_ratio=0", "optimizer.max_trust_ratio is 0.0: must be above 0 and not below min_trust"),
         ("optimizer={min_trust_ratio: 2, max_trust_ratio: 1}", "optimizer.max_trust_ratio is 1.0: must be above 0"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.journal import Journal, last_step, read_lines, tokens_per_second
+from trainer.journal import Journal, attempts, last_step, read_lines, tokens_per_second
 
 
 def test_what_is_written_is_read_and_null_stands_for_what_is_not_finite(tmp_path: Path) -> None:
@@ -62,14 +62,16 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert last_step(path) == 0
+    assert last_step(path) == attempts(path) == 0
     journal = Journal(path)
     journal.write([{"event": "step", "step": step} for step in (98, 99, 100, 101)])
-    journal.write([{"event": "start", "step": 97}])
+    journal.write(
+        [{"event": "attempt", "restarts": 1}, {"event": "attempt", "restarts": 2}, {"event": "start", "step": 97}]
+    )
     journal.write([{"event": "checkpoint_failed", "step": 98, "reason": '"step": 5000'}, {"event": "end"}])
     with path.open("a") as file:
         file.write(json.dumps({"event": "step", "step": 1029})[:26])  # killed while it wrote: 10 is to be seen
-    assert last_step(path) == 101
+    assert last_step(path) == 101 and attempts(path) == 2
 
 
 def test_a_rate_needs_time() -> None:

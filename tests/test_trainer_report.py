@@ -15,9 +15,9 @@ from matplotlib.container import BarContainer
 from matplotlib.patches import Rectangle
 
 from trainer.errors import TrainerError
-from trainer.exporter import PARTS as EXPORTED_PARTS
-from trainer.exporter import SPENT
 from trainer.history import History, read_history
+from trainer.journal import PARTS as EXPORTED_PARTS
+from trainer.journal import SPENT
 from trainer.panels import PARTS, smooth, smooth_logarithm, strided, thinned
 from trainer.report import draw, duration, main, short, summary
 
@@ -64,6 +64,7 @@ def whole(folder: Path) -> History:
     records: list[dict[str, Any]] = []
     for attempt, numbers in enumerate((range(1, 34), range(31, 41))):
         begun = {"time": 1000.0 + 50 * attempt, "step": 30 * attempt, "rolled_back": 3 * attempt}
+        records.append({"event": "attempt", "time": begun["time"], "restarts": attempt})
         records.append({"event": "start", **begun, "run": "whole", "ranks": "4"})
         for number in numbers:
             more = {"phase": int(number > 20), "clipped": number % 2 == 0, "loss_scale": 1024.0, "flops": 4e12}
@@ -311,3 +312,12 @@ def test_a_million_steps_are_thinned_to_what_shows() -> None:
     assert (values == y[few.astype(int)]).all() and {12_345.0, 67_890.0} <= set(few.tolist())
     rows = strided(x, y)
     assert [len(column) for column in rows] == [2000, 2000] and (rows[0][0], rows[0][-1]) == (0, 99_999)
+
+
+def test_an_attempt_that_came_to_nothing_takes_no_other_ones_time(tmp_path: Path) -> None:
+    spent, none = {"start": 10.0, "productive": 3590.0}, {"start": 0.0, "productive": 0.0}
+    records = [{"event": "attempt", "time": 0.0}, {"event": "start", "time": 10.0}, step(1)]
+    records += [{"event": "time", "time": 3600.0, "spent": spent}]
+    records += [{"event": "attempt", "time": 3700.0}, {"event": "end", "time": 3720.0, "how": "failed", "spent": none}]
+    history = read_history(write(tmp_path / "run", records))
+    assert history.spent == spent and history.end == "failed"

@@ -80,6 +80,11 @@ class Config:
         found = []
         if not self.phases:
             found.append("phases is empty: a run needs at least one")
+        if self.metrics.port is not None and self.metrics.linger_seconds >= self.run.timeout_seconds:
+            found.append(
+                f"metrics.linger_seconds is {self.metrics.linger_seconds} but run.timeout_seconds is "
+                f"{self.run.timeout_seconds}: ranks wait for it at the end: lower the one or raise the other"
+            )
         names = [phase.name for phase in self.phases]
         for name in sorted({name for name in names if names.count(name) > 1}):
             found.append(f"phases: two phases are named {name!r}: give each its own name")

@@ -17,14 +17,11 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
 
 from trainer.errors import TrainerError
-from trainer.journal import Record
+from trainer.journal import PARTS, SPENT, TASKS, Record
 from trainer.state import TrainState
 from trainer.world import World
 
 STATES = ("starting", "training", "stopped", "done", "failed")  # the last three are ends
-SPENT = ("start", "productive", "rework", "skipped", "data", "checkpoint", "evaluation")  # a run's whole time
-PARTS = ("data", "forward", "backward", "reduce", "optimizer")  # a step's time on a rank
-TASKS = ("mlm", "nsp")
 ANSWER = 1.0  # seconds in which a scrape that has begun is answered
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _SPLITS = ("train", "heldout")
@@ -40,14 +37,18 @@ RUN_SERIES: Table = {
     "step": (Gauge, {}, "Optimizer steps taken since the run began, over restarts."),
     "target_steps": (Gauge, {}, "Optimizer steps that the configuration asks for."),
     "phase": (Gauge, {}, "Number of the current phase, from 0."),
-    "restarts": (Gauge, {}, "Times that the run was started again, also where nothing came of it."),
+    "restarts": (Gauge, {}, "Times that the run was started again, also where it took no step."),
     "rolled_back_steps": (Gauge, {}, "Steps that were lost at the last restart and are taken again."),
     "steps": (Counter, {}, "Optimizer steps taken by this process."),
     "skipped_steps": (Counter, {}, "Steps whose gradients overflowed and were not applied."),
     "clipped_steps": (Counter, {}, "Steps whose gradients were clipped."),
     "nonfinite": (Counter, {"where": ("loss", "gradient")}, "Applied steps whose loss or gradient is not finite."),
     "samples": (Counter, {}, "Sequences trained on by this process."),
-    "tokens": (Counter, {"kind": ("valid", "padding")}, "Tokens that went through the model in this process."),
+    "tokens": (
+        Counter,
+        {"kind": ("valid", "padding")},
+        "Valid tokens of applied steps, and padding, in this process.",
+    ),
     "targets": (Counter, {}, "Masked tokens that were predicted in this process."),
     "model_flops": (Counter, {}, "Floating-point operations of the model, forward and backward."),
     "peak_flops": (Gauge, {}, "Operations a second of all the run's devices at their peak; 0 where it is not known."),
@@ -117,10 +118,11 @@ class Exporter:
             self._publish_steps(steps)
         for record in records:
             match record["event"]:
+                case "attempt":
+                    self("restarts").set(record["restarts"])
                 case "start":
                     self("checkpoint_step").set(record["step"])
                     self("rolled_back_steps").set(record["rolled_back"])
-                    self("restarts").set(record["starts"])
                     self.set_state("training")
                 case "heldout":
                     self._publish_tasks([record], "heldout")

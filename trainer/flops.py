@@ -7,13 +7,14 @@ from trainer.model import ModelConfig
 
 # dense fp16 with fp32 sums, in TFLOP/s, by the start of the name that CUDA gives the device; NVIDIA's data sheets
 PEAKS = {
-    "Tesla V100": 125.0,
+    "Tesla V100-SXM2": 125.0,
     "NVIDIA A100": 312.0,
     "NVIDIA L40S": 362.0,
     "NVIDIA H100": 989.4,
     "NVIDIA H100 PCIe": 756.0,
     "NVIDIA H100 NVL": 835.0,
     "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.0,
     "NVIDIA B200": 2250.0,
 }
 
@@ -33,5 +34,7 @@ def model_flops(model: ModelConfig, counts: GlobalCounts) -> float:
 
 def peak_flops(device: str) -> float:
     """Operations a second of one device by its name, 0 where it is not known."""
+    if " MIG " in device:  # a part of it
+        return 0.0
     known = [name for name in PEAKS if device == name or device.startswith((f"{name} ", f"{name}-"))]
     return PEAKS[max(known, key=len)] * 1e12 if known else 0.0

@@ -11,17 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import TrainerError
-from trainer.journal import JOURNAL, Record, lines
+from trainer.journal import JOURNAL, PARTS, TASKS, Record, lines
 
 Columns = dict[str, NDArray[np.float64]]
 
-_FIGURES = ("mlm_loss", "nsp_loss", "mlm_accuracy", "nsp_accuracy")
+_FIGURES = tuple(f"{task}_{figure}" for figure in ("loss", "accuracy") for task in TASKS)
 _STEP = (
     *("step", "phase", "samples", "tokens", "flops", "seconds", *_FIGURES),
     *("learning_rate", "gradient_norm", "clipped", "loss_scale", "trust_min", "trust_mean", "trust_max"),
 )
-_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
-_RANKS = ("step", *_PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
+_RANKS = ("step", *PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
 _CHECKPOINT = ("step", "seconds", "stall_seconds", "bytes")
 
 
@@ -103,6 +102,7 @@ class _Reader:
     def __init__(self) -> None:
         self.steps, self._heldout, self._ranks = Table(_STEP), Table(("step", *_FIGURES)), Table(_RANKS)
         self._checkpoints, self._failed = Table(_CHECKPOINT), Table(_CHECKPOINT)
+        self._plain = {"heldout": self._heldout, "checkpoint": self._checkpoints, "checkpoint_failed": self._failed}
         self._skipped: list[int] = []
         self._restarts: list[int] = []
         self._attempts: list[dict[str, float]] = []  # what each has spent, as it said last
@@ -118,24 +118,21 @@ class _Reader:
         if "spent" in record:
             self._attempts = [*self._attempts[:-1], {k: float(v) for k, v in record["spent"].items()}]
         match record.get("event"):
-            case "start":
+            case "attempt":
                 self._attempts.append({})
                 self._end = ""
+            case "start":
                 self._facts = {key: value for key, value in record.items() if isinstance(value, str) and key != "event"}
             case "end":
                 reason = str(record.get("reason") or "").partition("\n")[0]
                 self._end = record["how"] + (f": {reason}" if reason else "")
             case "step":
                 self._step(record)
-            case "heldout":
-                self._heldout.add(record)
+            case "heldout" | "checkpoint" | "checkpoint_failed" as event:
+                self._plain[event].add(record)
             case "ranks":
                 compute = zip(("compute_min", "compute_mean", "compute_max"), record["compute"], strict=True)
                 self._ranks.add({**record, **record["parts"], **dict(compute)})
-            case "checkpoint":
-                self._checkpoints.add(record)
-            case "checkpoint_failed":
-                self._failed.add(record)
 
     def _step(self, record: Record) -> None:
         before = record["step"] - bool(record["applied"])  # steps taken before this attempt at one

@@ -7,13 +7,17 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 JOURNAL = "metrics.jsonl"  # in the run's folder
+SPENT = ("start", "productive", "rework", "skipped", "data", "checkpoint", "evaluation")  # an attempt's whole time
+PARTS = ("data", "forward", "backward", "reduce", "optimizer")  # a step's time on a rank
+TASKS = ("mlm", "nsp")
 _STEP = re.compile(rb'"step": (\d+)')
-_START = b'{"event": "start"'
+_ATTEMPT = b'{"event": "attempt"'
 
 
 class Journal:
@@ -36,8 +40,14 @@ class Journal:
             self._whole, self._losing = True, False
         except OSError as error:
             if not self._losing:
-                print(f"lambert: {self.path} loses lines until it can be written again: {error}", flush=True)
+                say(f"{self.path} loses lines until it can be written again: {error}")
             self._losing = True
+
+
+def say(text: str) -> None:
+    """Print a line. Where the log is on a disk that is full, the line is lost, and no run."""
+    with suppress(OSError):
+        print(f"lambert: {text}", flush=True)
 
 
 def read_lines(path: Path) -> list[Record]:
@@ -74,12 +84,12 @@ def last_step(path: Path) -> int:
     return highest
 
 
-def starts(path: Path) -> int:
-    """How often the run was started before, also where nothing came of it; 0 without a journal."""
+def attempts(path: Path) -> int:
+    """How often the run was started before, also where it took no step; 0 without a journal."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
-        return sum(line.startswith(_START) for line in file)
+        return sum(line.startswith(_ATTEMPT) for line in file)
 
 
 def tokens_per_second(record: Record) -> float | None:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from trainer.engine import SUMS, StepResult
 from trainer.errors import NotFiniteError, TrainerError
-from trainer.exporter import PARTS, SPENT, TASKS, Exporter
+from trainer.exporter import Exporter
 from trainer.flops import model_flops, peak_flops
-from trainer.journal import JOURNAL, Journal, Record, last_step, starts
+from trainer.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, attempts, last_step, say
 from trainer.loader import StepBatch
 from trainer.model import ModelConfig
 from trainer.saving import Saved
@@ -38,9 +38,10 @@ class MetricsConfig:
 
     port: int | None = 9464  # of the node's exporter; null switches it off
     address: str = "0.0.0.0"
-    log_every_steps: int = 10  # ranks talk to one another about numbers, and about a SIGTERM, only then
+    # ranks talk to one another about numbers, and about a SIGTERM, only then; below a minute, or rates look like jumps
+    log_every_steps: int = 10
     print_seconds: float = 3.0  # between two progress lines, at least
-    linger_seconds: float = 30.0  # at most, after the end, for one more scrape, which learns of the end
+    linger_seconds: float = 20.0  # at most, after the end, for one more scrape; launchers kill after 30
     tensorboard: bool = False  # also event files, in the run's folder
     device_teraflops: float | None = None  # peak of one device, for the MFU; null: of known GPUs, in dense fp16
 
@@ -105,15 +106,16 @@ class Metrics:
         self.spent = dict.fromkeys(SPENT, 0.0)  # seconds of this process, all of them
         self._clock = time.perf_counter()
         self._pending: list[_Pending] = []
-        self._printed, self._waited, self._tokens = 0.0, 0.0, 0
-        self._known_steps, self._starts = 0, 0  # of earlier starts, on rank 0
+        self._printed, self._waited, self._tokens, self._known_steps = 0.0, 0.0, 0, 0
         self._outlets: list[Callable[[list[Record]], None]] = []
         if world.is_main:
             self.exporter("target_steps").set(subject.target_steps)
             self.exporter("checkpoint_interval_steps").set(subject.checkpoint_steps)
             self.exporter("peak_flops").set(self._peak_flops())
-            self._outlets = [Journal(subject.folder / JOURNAL).write, self.exporter.publish]
-            self._known_steps, self._starts = last_step(subject.folder / JOURNAL), starts(subject.folder / JOURNAL)
+            path = subject.folder / JOURNAL
+            self._known_steps, before = last_step(path), attempts(path)
+            self._outlets = [Journal(path).write, self.exporter.publish]
+            self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 
     def describe(self, state: TrainState, facts: dict[str, str]) -> None:
         """Say once what really runs, and from where on: in the log, as the metrics and in the JSON lines."""
@@ -127,9 +129,8 @@ class Metrics:
             self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label of all
             self.exporter.publish_progress(state, time.time())
             lost = max(0, self._known_steps - state.step)
-            begun = {"step": state.step, "rolled_back": lost, "starts": self._starts}
-            self._publish([{"event": "start", "time": time.time(), **begun, **facts}])
-            print("lambert: " + " · ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
+            self._publish([{"event": "start", "time": time.time(), "step": state.step, "rolled_back": lost, **facts}])
+            say(" · ".join(f"{key} {value}" for key, value in facts.items()))
         self.spend("start")
 
     def spend(self, on: str) -> None:
@@ -200,11 +201,15 @@ class Metrics:
             self._say(saved.step, f"older checkpoints could not be removed: {saved.leftover}")
 
     def end(self, how: str, error: BaseException | None = None) -> None:
-        """Say how the run ended, "done", "stopped" or "failed", and let Prometheus hear it. Meets no other rank."""
+        """Say how the run ended: "done", "stopped" or "failed". Meets no other rank, so pending steps are lost."""
         if self.world.is_main:
             diverged = isinstance(error, NotFiniteError)  # which no step's record tells
             facts = {"how": how, "reason": str(error or ""), "diverged": diverged}
             self._publish([{"event": "end", "time": time.time(), "spent": dict(self.spent), **facts}])
+
+    def linger(self) -> None:
+        """Let Prometheus hear of the end, if it has been listening."""
+        if self.world.is_main:
             self.exporter.linger(self.config.linger_seconds)
 
     def _tell(self) -> _Told:
@@ -275,7 +280,7 @@ class Metrics:
         )
 
     def _say(self, step: int, text: str) -> None:
-        print(f"lambert: step {step}/{self.subject.target_steps}  {text}", flush=True)
+        say(f"step {step}/{self.subject.target_steps}  {text}")
 
     def _record(self, pending: _Pending, sums: list[float], norm: float) -> Record:
         """One step: sums over the global batch made means. Data without pairs have no second task."""

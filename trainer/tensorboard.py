@@ -15,7 +15,7 @@ import struct
 from pathlib import Path
 
 from trainer.errors import TrainerError
-from trainer.journal import Record, tokens_per_second
+from trainer.journal import Record, say, tokens_per_second
 
 _SESSION_STARTS = b"\x08\x01"  # SessionLog: 1 status = START
 _LARGEST = 3.4028235e38  # of a float of 32 bits
@@ -60,7 +60,7 @@ class EventFiles:
             self._size, self._losing = self._size + len(data), False
         except OSError as error:
             if not self._losing:
-                print(f"lambert: {self.path} loses events until it can be written again: {error}", flush=True)
+                say(f"{self.path} loses events until it can be written again: {error}")
             self._losing = True
 
 

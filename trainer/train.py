@@ -20,6 +20,7 @@ from trainer.data import PhaseData
 from trainer.engine import Engine
 from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
+from trainer.journal import say
 from trainer.metrics import Metrics, Subject
 from trainer.saving import Saver, attempt, first_failure
 from trainer.schedule import Phase, learning_rate
@@ -42,13 +43,18 @@ class Run:
         self.stop = Stop(world, config.metrics.log_every_steps)
         watch = Stopwatch(world.device)
         self.metrics = together(partial(self._open_folder, watch), world)
-        self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed, watch)
+        try:
+            self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed, watch)
+        except BaseException as error:
+            self.fail(error)
+            raise
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self.saved = -1  # the step of the newest checkpoint
 
     def _open_folder(self, watch: Stopwatch) -> Metrics:
         if self.world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
         subject = Subject(
             self.config.run.name,
             self.folder,
@@ -189,7 +195,7 @@ class Run:
 
     def _say(self, text: str) -> None:
         if self.world.is_main:
-            print(f"lambert: {text}", flush=True)
+            say(text)
 
     def _identity(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that goes on from it."""
@@ -220,6 +226,8 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     except BaseException as error:
         run.fail(error)
         raise
+    finally:
+        run.metrics.linger()
 
 
 def _train(run: Run) -> TrainState:
@@ -284,7 +292,6 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
 
 
 def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
-    (folder / ENDED).unlink(missing_ok=True)
     text = yaml.safe_dump(to_tree(config), sort_keys=False)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
     shutil.copytree(data.loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)

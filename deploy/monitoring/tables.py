@@ -8,7 +8,7 @@ from __future__ import annotations
 from deploy.monitoring.panels import Panel, Rows, firing, gauge, prep, prep_rate, rate, rule, worse_above, worse_below
 
 ATTEMPTS = rate("step_duration_seconds_count")  # a second: steps, and those that were skipped
-COMPUTE = rate("step_part_seconds_total", "run, rank", ', part=~"data|forward|backward|optimizer"')
+COMPUTE = rate("step_part_seconds_total", "run, rank", ', part!="reduce"')
 PARTS = 'avg by (run, part) (rate(lambert_step_part_seconds_total{run="$run"}[$__rate_interval]))'
 RANKS = 'topk by (run, rank) (1, lambert_rank_info{run="$run"})'
 ENDPOINTS = 'up and on (instance, job) last_over_time(lambert_rank_info{run="$run"}[1h])'
@@ -42,13 +42,13 @@ OVERVIEW: Rows = {
               {"ago": f"time() - {gauge('last_step_timestamp_seconds')}"
                       f" unless on (run) {gauge('ended_timestamp_seconds')} > 0"}, "stat", 4, worse_above(120, 600)),
         Panel("Restarts", "none", "LambertRestartLoop",
-              "Times that it went on from a checkpoint. Good: few, each with a known reason.",
+              "Times that it was started again. Good: few, each with a known reason.",
               {"restarts": gauge("restarts")}, "stat", 4),
         Panel("Alerts", "none", "LambertStalled",
               "Those of the run that fire; the end of the page has their names. Good: 0.",
               {"firing": 'count(ALERTS{run="$run", alertstate="firing"}) or vector(0)'}, "stat", 4, worse_above(1)),
         Panel("Goodput, 1 h", "percentunit", "LambertRestartLoop",
-              "Share of the time that went into steps which count. Good: above 95 %.",
+              "Share of its processes' time that went into steps which count. Good: above 95 %.",
               {"goodput": rule("goodput:ratio_rate1h")}, "stat", 4, worse_below(0.8, 0.95)),
         Panel("MFU", "percentunit", "LambertThroughputLow",
               "The model's operations over the devices' peak. Good: steady. Empty where the peak is not known.",
