@@ -59,8 +59,8 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
     assert found[0].startswith("phases: two phases are named 'a'")
     assert found[1].startswith("phases.1.sequence_length is 1024 but model.max_positions is 512")
     assert problems(tmp_path, "phases=[]") == ["phases is empty: a run needs at least one"]
-    [found] = problems(tmp_path, "run.timeout_seconds=20")
-    assert found.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait for it")
+    [wait] = problems(tmp_path, "run.timeout_seconds=20")
+    assert wait.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait for it")
 
 
 @pytest.mark.parametrize(
