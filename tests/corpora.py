@@ -24,15 +24,18 @@ class Words:
     words: list[int]
 
 
-def write_corpus(folder: Path, sentences: list[int], words: int) -> tuple[Path, Path]:
-    """A .txt with ``sentences[d]`` sentences of ``words`` words in document d; a tokenizer of whole words."""
+def write_corpus(folder: Path, sentences: list[int], words: int, different: int | None = None) -> tuple[Path, Path]:
+    """A .txt with ``sentences[d]`` sentences of ``words`` words in document d; a tokenizer of whole words.
+
+    ``different`` words of a document come again and again, for a small vocabulary; None: no word comes twice.
+    """
     lines: list[str] = []
     for document, count in enumerate(sentences):
-        names = [f"d{document}w{number}" for number in range(count * words)]
+        names = [f"d{document}w{number % (different or count * words)}" for number in range(count * words)]
         lines += [" ".join(names[start : start + words]) for start in range(0, len(names), words)] + [""]
     text = folder / "corpus.txt"
     text.write_text("\n".join(lines))
-    return text, write_tokenizer(folder / "words", " ".join(lines).split())
+    return text, write_tokenizer(folder / "words", list(dict.fromkeys(" ".join(lines).split())))
 
 
 def write_tokenizer(folder: Path, pieces: list[str], specials: tuple[str, ...] = SPECIALS) -> Path:

@@ -28,8 +28,8 @@ GOOD = {"a.txt": b"w0\nw1\n\nw2"}
 
 
 def command(text: Path, tokenizer: Path, out: Path, *more: str) -> list[str]:
-    """Arguments of a build of many small shards."""
-    options = ["--sequence-length", "32", "--samples-per-shard", "16", *more]
+    """Arguments of a build of many small shards, by one process unless ``more`` says otherwise."""
+    options = ["--sequence-length", "32", "--samples-per-shard", "16", "--processes", "1", *more]
     return ["build", "--input", str(text), "--tokenizer", str(tokenizer), "--out", str(out), *options]
 
 
@@ -41,7 +41,7 @@ def start(arguments: list[str], hash_seed: str = "0") -> subprocess.Popen[str]:
 
 
 def test_same_bytes_for_any_number_of_processes_and_hash_seed(tmp_path: Path) -> None:
-    text, tokenizer = write_corpus(tmp_path, [60] * 120, 8)  # several chunks of text
+    text, tokenizer = write_corpus(tmp_path, [60] * 120, 8, 10)  # several chunks of text
     for processes in ("1", "2", "3"):
         more = ["--processes", processes, "--samples-per-shard", "100"]
         run = start(command(text, tokenizer, tmp_path / processes, *more), processes)
@@ -62,7 +62,7 @@ def test_same_bytes_however_the_work_is_cut(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_killed_and_rerun_equals_never_killed(tmp_path: Path) -> None:
-    text, tokenizer = write_corpus(tmp_path, [60] * 60, 8)
+    text, tokenizer = write_corpus(tmp_path, [60] * 60, 8, 10)
     arguments = command(text, tokenizer, tmp_path / "killed", "--processes", "2")
     run = start(arguments)
     deadline = time.monotonic() + 60
@@ -107,7 +107,7 @@ def test_a_build_that_is_whole_is_left_alone(tmp_path: Path, capsys: pytest.Capt
 def test_manifest_counts_are_those_of_the_samples(tmp_path: Path) -> None:
     text, tokenizer = write_corpus(tmp_path, [20] * 10, 8)
     settings = make_settings(32, duplicates=2, samples_per_shard=30)
-    manifest = build([text], tokenizer, tmp_path / "out", settings, 2)
+    manifest = build([text], tokenizer, tmp_path / "out", settings, 1)
     assert manifest == load_manifest(tmp_path / "out")
     samples = list(read_samples(tmp_path / "out"))
     counts = manifest.counts
@@ -163,7 +163,7 @@ def test_bad_input_costs_one_line(
     for name, content in files.items():
         (folder / name).write_bytes(content)
     tokenizer = write_tokenizer(tmp_path / "t", ["w0", "w1", "w2"])
-    assert main(command(folder, tokenizer, tmp_path / "out", "--processes", "1", *arguments)) == 2
+    assert main(command(folder, tokenizer, tmp_path / "out", *arguments)) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if "error" in line.lower()]
     assert len(errors) == 1 and errors[0].startswith("data_prep: error: ") and message in errors[0]
     assert not (tmp_path / "out").exists()
@@ -184,8 +184,8 @@ def test_work_of_another_build_is_left_alone(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_killed_at_any_moment_and_rerun(tmp_path: Path) -> None:
-    text, tokenizer = write_corpus(tmp_path, [60] * 100, 8)
-    arguments = command(text, tokenizer, tmp_path / "out", "--processes", "1", "--samples-per-shard", "1000")
+    text, tokenizer = write_corpus(tmp_path, [60] * 100, 8, 10)
+    arguments = command(text, tokenizer, tmp_path / "out", "--samples-per-shard", "1000")
     for wanted in (".work/store/ids.*", ".work/plan.*", "shard-*.tmp", "tokenizer/vocab.txt.*"):
         run = start(arguments)
         while run.poll() is None and not list((tmp_path / "out").glob(wanted)):
@@ -231,8 +231,8 @@ def test_output_reads_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_reader_may_leave_early(tmp_path: Path) -> None:
-    text, tokenizer = write_corpus(tmp_path, [60] * 60, 8)
-    assert main(command(text, tokenizer, tmp_path / "out")) == 0
+    text, tokenizer = write_corpus(tmp_path, [60] * 60, 8, 10)
+    assert main(command(text, tokenizer, tmp_path / "out", "--samples-per-shard", "1000")) == 0
     line = f"{sys.executable} -m data_prep inspect {tmp_path / 'out'} --samples 2000 | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("corpus: 1 file")

@@ -1,4 +1,4 @@
-"""The picture: its numbers against the samples themselves, and a PNG for every kind of data set."""
+"""The picture: its numbers against the samples themselves, and a PNG of data with a second task and without one."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def test_a_single_shard_is_the_mean(tmp_path: Path) -> None:
     assert (len(spread.values), spread.error[0], spread.inside()) == (1, 0, 1)
 
 
+@pytest.mark.parametrize("data", ["nsp", "single"], indirect=True)  # another title is all that is "sop"'s own
 def test_a_picture_is_drawn(data: Path, tmp_path: Path) -> None:
     draw(data, tmp_path / "data.png")
     pixels = imread(tmp_path / "data.png")

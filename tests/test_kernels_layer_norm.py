@@ -119,11 +119,18 @@ def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1), (1, 127), (2, 128), (3, 129), (37, 20), (5, 1100)])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 1), (1, 127), (2, 128), (3, 129)])
 def test_kernels_err_at_most_twice_as_much_as_pytorch(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     inputs, towards, keys = inputs_of(tokens, hidden, dtype)
     check(inputs, towards, 0.1, keys)
-    check(inputs, towards, 0.1, None)
+    if hidden == 129:  # what falls away without dropout does not depend on the shape
+        check(inputs, towards, 0.1, None)
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(35, 20), (2, 1025)])
+def test_more_rows_than_programs_take_at_once_and_rows_of_a_program_each(tokens: int, hidden: int) -> None:
+    inputs, towards, keys = inputs_of(tokens, hidden, torch.float16)
+    check(inputs, towards, 0.1, keys)
 
 
 @pytest.mark.gpu
@@ -188,17 +195,17 @@ def test_no_tokens_give_no_output_and_zero_gradients() -> None:
     assert not d_weight.any() and not d_bias.any()
 
 
-@pytest.mark.parametrize("wanted", range(4))
 @pytest.mark.parametrize("p", [0.0, 0.2])
-def test_one_gradient_alone_is_the_same(wanted: int, p: float) -> None:
-    inputs, towards, keys = inputs_of(7, 24, torch.float32)
-    expected = with_gradients("triton", inputs, towards, p, keys)[1 + wanted]
-    leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
-    with backend.using("triton"):
-        x, residual, weight, bias = leaves
-        out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=p, keys=keys, site=2)
-    (found,) = torch.autograd.grad(out, [leaves[wanted]], towards)
-    assert torch.equal(found, expected)
+def test_one_gradient_alone_is_the_same(p: float) -> None:
+    inputs, towards, keys = inputs_of(3, 24, torch.float32)
+    _, *expected = with_gradients("triton", inputs, towards, p, keys)
+    for wanted in range(4):
+        leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
+        with backend.using("triton"):
+            x, residual, weight, bias = leaves
+            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=p, keys=keys, site=2)
+        (found,) = torch.autograd.grad(out, [leaves[wanted]], towards)
+        assert torch.equal(found, expected[wanted])
 
 
 def test_a_residual_that_is_x_gets_both_gradients() -> None:
@@ -222,7 +229,7 @@ def test_without_gradients_the_output_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "runs"), [(9, 48, 2), pytest.param(5000, 1024, 200, marks=[pytest.mark.gpu, on_gpu])]
+    ("tokens", "hidden", "runs"), [(5, 48, 1), pytest.param(5000, 1024, 200, marks=[pytest.mark.gpu, on_gpu])]
 )
 def test_every_run_gives_the_same_bits(tokens: int, hidden: int, runs: int) -> None:
     inputs, towards, keys = inputs_of(tokens, hidden, torch.float16)
