@@ -1,0 +1,80 @@
+"""Draws docs/monitoring.png, by hand: ``python tests/draw_monitoring.py docs/monitoring.png``, after ``make demo``.
+
+For six minutes the demo's model trains on two nodes. One rank is slow for a while, then stands still; the run is
+killed, comes back with its ranks on each other's node, and is stopped. Alerts are scaled: a minute is a second.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ranks
+import yaml
+from watched_run import RUN, Site, slowed, watched
+
+from deploy.monitoring import pictures
+
+CONFIG, SHARDS = ranks.ROOT / "deploy/configs/demo.yaml", ranks.ROOT / "runs/demo/shards/train-32"
+STEPS = 2500
+WELL, LONGER = 100, 8  # seconds in which nothing happens; that a fault stays once its alert has come
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name, watched(Path(name), SHARDS) as site:
+        configure(site)
+        site.running = site.start(RUN, site.pair)
+        site.wait_until("it trains", lambda: site.step() > 0)
+        let(site, WELL)
+        with slowed(site.running[1]):
+            fault(site, "LambertStraggler")
+        let(site, WELL)
+        site.running[1].send_signal(signal.SIGSTOP)
+        fault(site, "LambertStalled")
+        end(site, signal.SIGKILL)
+        fault(site, "LambertAbsent")
+        site.running = site.start(RUN, site.pair[::-1])
+        site.wait_until("it trains", lambda: site.step() > 0)
+        let(site, WELL)
+        end(site, signal.SIGTERM)
+        sys.exit(pictures.main([site.prometheus.url, RUN, sys.argv[1], "--scrape", "3", "--hours", "1"]))
+
+
+def configure(site: Site) -> None:
+    """The first phase of the demo, with frequent checkpoints and evaluations."""
+    tree = yaml.safe_load(CONFIG.read_text("utf-8"))
+    tree["run"] |= {"name": RUN, "folder": str(site.folder / RUN)}
+    tree["phases"] = [tree["phases"][0] | {"steps": STEPS}]
+    tree["checkpoint"] = {"every_steps": 100}
+    tree["evaluation"] = {"every_steps": 200}
+    tree["metrics"]["log_every_steps"] = 2
+    (site.folder / f"{RUN}.yaml").write_text(yaml.safe_dump(tree))
+
+
+def let(site: Site, seconds: float) -> None:
+    """So much time passes."""
+    until = time.monotonic() + seconds
+    site.wait_until("time passes", lambda: time.monotonic() > until, timeout=2 * seconds)
+
+
+def fault(site: Site, alert: str) -> None:
+    """Wait for the alert of what has just been planted, and a little longer."""
+    planted = time.time()
+    told = site.reaches(alert, RUN, planted)
+    print(f"{alert}: {told.at - planted:.1f} s", flush=True)
+    let(site, LONGER)
+
+
+def end(site: Site, number: int) -> None:
+    """Send all ranks a signal, and see them gone."""
+    for rank in site.running:
+        rank.send_signal(number)
+    ranks.finish(site.running)
+    site.running = []
+
+
+if __name__ == "__main__":
+    main()

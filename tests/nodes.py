@@ -1,0 +1,128 @@
+"""Network namespaces as the nodes of a cluster: each with its own loopback, interface and address, on one switch.
+
+The test itself, and what it starts without :meth:`Node.command`, hangs on the switch, too, as a server beside the
+cluster would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+INTERFACE = "eth0"  # of every node, as its programs know it
+SPACE = ipaddress.ip_network("198.18.0.0/15")  # for tests of networks (RFC 2544): no real one has it
+ROOM = 4  # bits of a cluster's addresses: 13 nodes and the test itself
+NAME = "lambert"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One namespace."""
+
+    namespace: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        """A command that runs ``words`` on this node."""
+        return ["ip", "netns", "exec", self.namespace, *words]
+
+
+@contextlib.contextmanager
+def cluster(count: int) -> Iterator[list[Node]]:
+    """``count`` nodes. All of it is gone afterwards, with the processes that still run there.
+
+    Names and addresses are this process's own. Skips the test where namespaces cannot be made.
+    """
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` here to make network namespaces with: install iproute2")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    _remove_what_died()
+    mark = f"{NAME}-{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", _switch(mark)], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no network namespaces here: {tried.stderr.strip()}")
+    try:
+        yield _connect(mark, count)
+    finally:
+        _remove(mark)
+
+
+def _connect(mark: str, count: int) -> list[Node]:
+    """A switch with a cable to each node and one to here; its namespace is there already.
+
+    The switch has a namespace, too: where Docker is, the machine's own rules drop what passes over its bridges.
+    """
+    places = 2 ** (SPACE.max_prefixlen - SPACE.prefixlen - ROOM)
+    network = ipaddress.ip_network((int(SPACE[0]) + os.getpid() % places * 2**ROOM, SPACE.max_prefixlen - ROOM))
+    switch = ["-n", _switch(mark)]
+    _ip(*switch, "link", "add", "bridge", "type", "bridge")
+    _ip(*switch, "link", "set", "bridge", "up")
+    _cable(mark, "here", [], _here(mark), f"{network[1]}/{network.prefixlen}")
+    nodes = [Node(f"{mark}.{number}", str(network[2 + number])) for number in range(count)]
+    for node in nodes:
+        _ip("netns", "add", node.namespace)
+        inside = ["-n", node.namespace]
+        _cable(
+            mark, f"node{node.namespace.rpartition('.')[2]}", inside, INTERFACE, f"{node.address}/{network.prefixlen}"
+        )
+        _ip(*inside, "link", "set", "lo", "up")
+    return nodes
+
+
+def _cable(mark: str, port: str, inside: list[str], interface: str, address: str) -> None:
+    """From a port of the switch to an interface with an address, in the namespace that ``inside`` names."""
+    switch = ["-n", _switch(mark)]
+    _ip(*inside, "link", "add", interface, "type", "veth", "peer", "name", port, "netns", _switch(mark))
+    _ip(*switch, "link", "set", port, "master", "bridge", "up")
+    _ip(*inside, "address", "add", address, "dev", interface)
+    _ip(*inside, "link", "set", interface, "up")
+
+
+def _remove(mark: str) -> None:
+    """Everything of this mark, as much as there is of it. Both ends of a cable go with either's namespace."""
+    for namespace in _namespaces():
+        if namespace.rpartition(".")[0] == mark:
+            for pid in _ip("netns", "pids", namespace).split():
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(int(pid), signal.SIGKILL)
+            _ip("netns", "delete", namespace)
+
+
+def _remove_what_died() -> None:
+    """Clusters whose test process was killed before it could clean up."""
+    marks = {name.rpartition(".")[0] for name in _namespaces() if name.startswith(f"{NAME}-")}
+    for mark in marks:
+        if not Path("/proc", mark.removeprefix(f"{NAME}-")).exists():
+            with contextlib.suppress(AssertionError):  # another test process removes it at the same time
+                _remove(mark)
+
+
+def _switch(mark: str) -> str:
+    return f"{mark}.switch"
+
+
+def _here(mark: str) -> str:
+    """This side's interface. Its name has 15 characters at most, so it may hold a process's number and little else."""
+    return f"lt{mark.removeprefix(f'{NAME}-')}"
+
+
+def _namespaces() -> list[str]:
+    """The names of all namespaces; a line of them may end in "(id: 3)"."""
+    return [line.split()[0] for line in _ip("netns", "list").splitlines()]
+
+
+def _ip(*words: str) -> str:
+    """Runs ``ip`` and returns what it says."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
