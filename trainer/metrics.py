@@ -167,7 +167,8 @@ class Metrics:
         sums = torch.stack([p.result.sums for p in pending])  # (steps, 4)
         dist.all_reduce(sums)
         norms = torch.stack([p.result.gradient_norm.float() for p in pending]).tolist()
-        records = [self._record(p, s, n) for p, s, n in zip(pending, sums.tolist(), norms, strict=True)]
+        rows = zip(pending, sums.tolist(), norms, _statistics([p.result.trust for p in pending]), strict=True)
+        records = [self._record(*row) for row in rows]
         told = self._tell()
         if self.world.is_local_main:
             for rank in self._ranks():
@@ -282,7 +283,7 @@ class Metrics:
     def _say(self, step: int, text: str) -> None:
         say(f"step {step}/{self.subject.target_steps}  {text}")
 
-    def _record(self, pending: _Pending, sums: list[float], norm: float) -> Record:
+    def _record(self, pending: _Pending, sums: list[float], norm: float, trust: dict[str, float]) -> Record:
         """One step: sums over the global batch made means. Data without pairs have no second task."""
         total, counts, result = dict(zip(SUMS, sums, strict=True)), pending.batch.counts, pending.result
         divisors = {"mlm": max(counts.targets, 1)} | ({"nsp": counts.pairs} if counts.pairs else {})
@@ -306,12 +307,16 @@ class Metrics:
             "applied": result.applied,
             "seconds": pending.seconds,
             "wait_seconds": pending.batch.wait_seconds,
-            **({f"trust_{k}": v for k, v in _statistics(result.trust).items()} if result.trust is not None else {}),
+            **trust,
         }
 
 
-def _statistics(trust: Tensor) -> dict[str, float]:
-    return {"min": float(trust.min()), "mean": float(trust.mean()), "max": float(trust.max())}
+def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:
+    """What each step's trust ratios come to, nothing where there are none; the device is asked once."""
+    known = [torch.stack([trust.min(), trust.mean(), trust.max()]) for trust in trusts if trust is not None]
+    rows = iter(torch.stack(known).tolist() if known else [])
+    names = ("trust_min", "trust_mean", "trust_max")
+    return [{} if trust is None else dict(zip(names, next(rows), strict=True)) for trust in trusts]
 
 
 def _mean(records: list[Record], name: str) -> float:
