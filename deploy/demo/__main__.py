@@ -199,7 +199,10 @@ def scrape(name: str) -> str:
     """One series of the running trainer, as Prometheus would read it."""
     with urllib.request.urlopen(METRICS, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    return next((line for line in lines if line.startswith(f"{name} ")), f"no {name}")
+    found = next((line for line in lines if line.startswith(f"{name}{{")), "")
+    if not found:
+        raise SystemExit(f"demo: error: {METRICS} does not tell {name}")
+    return found
 
 
 def section(title: str) -> None:
