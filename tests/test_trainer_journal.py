@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.journal import Journal, attempts, last_step, read_lines, tokens_per_second
+from trainer.journal import Journal, past, read_lines, tokens_per_second
 
 
 def test_what_is_written_is_read_and_null_stands_for_what_is_not_finite(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert last_step(path) == attempts(path) == 0
+    assert past(path) == (0, 0)
     journal = Journal(path)
     journal.write([{"event": "step", "step": step} for step in (98, 99, 100, 101)])
     journal.write(
@@ -71,7 +71,7 @@ def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
     journal.write([{"event": "checkpoint_failed", "step": 98, "reason": '"step": 5000'}, {"event": "end"}])
     with path.open("a") as file:
         file.write(json.dumps({"event": "step", "step": 1029})[:26])  # killed while it wrote: 10 is to be seen
-    assert last_step(path) == 101 and attempts(path) == 2
+    assert past(path) == (101, 2)
 
 
 def test_a_rate_needs_time() -> None:

@@ -70,26 +70,19 @@ def lines(path: Path) -> Iterator[Record]:
                 yield record
 
 
-def last_step(path: Path) -> int:
-    """The highest step that a journal knows of, also of attempts that were rolled back; 0 without a journal.
+def past(path: Path) -> tuple[int, int]:
+    """The highest step that a journal knows of, also of attempts that were rolled back, and the number of attempts.
 
-    Looks for the number alone: a run of a million steps is searched in two seconds, and not parsed.
+    Without a journal both are 0. Looks for these alone: a run of a million steps is searched in seconds, not parsed.
     """
-    highest = 0
+    highest = attempts = 0
     if path.exists():
         with path.open("rb") as file:
             for line in file:
+                attempts += line.startswith(_ATTEMPT)
                 found = _STEP.search(line)
                 highest = max(highest, int(found[1]) if found else 0)
-    return highest
-
-
-def attempts(path: Path) -> int:
-    """How often the run was started before, also where it took no step; 0 without a journal."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(line.startswith(_ATTEMPT) for line in file)
+    return highest, attempts
 
 
 def tokens_per_second(record: Record) -> float | None:

@@ -22,7 +22,7 @@ from trainer.engine import SUMS, StepResult
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.exporter import Exporter
 from trainer.flops import model_flops, peak_flops
-from trainer.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, attempts, last_step, say
+from trainer.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, past, say
 from trainer.loader import StepBatch
 from trainer.model import ModelConfig
 from trainer.saving import Saved
@@ -113,7 +113,7 @@ class Metrics:
             self.exporter("checkpoint_interval_steps").set(subject.checkpoint_steps)
             self.exporter("peak_flops").set(self._peak_flops())
             path = subject.folder / JOURNAL
-            self._known_steps, before = last_step(path), attempts(path)
+            self._known_steps, before = past(path)
             self._outlets = [Journal(path).write, self.exporter.publish]
             self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 
