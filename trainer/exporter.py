@@ -81,7 +81,8 @@ class Exporter:
     """
 
     def __init__(self, run: str, port: int | None, address: str, world: World) -> None:
-        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which nobody reads
+        # a second series for each counter, which nobody reads
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.run, self.registry, self._scrapes = run, CollectorRegistry(), _Scrapes()
         self.registry.register(self._scrapes)  # before the others: a scrape that it notes has read none of them yet
         self.series: dict[str, Any] = {}

@@ -18,6 +18,24 @@ INK, FAINT = "#20262e", "#6b7480"
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 VIOLET, ROSE, RED = "#7b3fa0", "#cc6677", "#d1242f"
 PARTS = {"forward": BLUE, "backward": SKY, "optimizer": GREEN, "reduce": ROSE, "data": ORANGE}
+STYLE = {  # of all pictures about a run
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.35,
+    "grid.linewidth": 0.6,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "legend.framealpha": 0.75,
+    "legend.edgecolor": "none",
+    "legend.fontsize": 9,
+    "lines.solid_capstyle": "round",
+}
 _POINTS = 2000  # more of them no picture shows
 _MANY = 60  # marks, which then get smaller
 _WINDOWS = 120  # of the time split

@@ -20,7 +20,8 @@ from matplotlib.ticker import EngFormatter
 
 from trainer.errors import TrainerError
 from trainer.history import History, read_history
-from trainer.panels import BLUE, FAINT, GREEN, INK, PARTS, RED, ROWS, SKY, Panel, median_rate, number, present
+from trainer.journal import TASKS
+from trainer.panels import BLUE, FAINT, GREEN, INK, PARTS, RED, ROWS, SKY, STYLE, Panel, median_rate, number, present
 
 _STATES = {
     "productive": GREEN,
@@ -39,24 +40,6 @@ _MARKS: dict[str, Callable[[History], bool]] = {
 }
 _WIDTH, _LEFT, _RIGHT = 20.0, 0.8, 0.35  # inches; what stands left of axes, and of the picture's right edge
 _HEAD, _ROW, _BAR = 1.65, 3.45, 1.15
-_STYLE = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.35,
-    "grid.linewidth": 0.6,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "legend.framealpha": 0.75,
-    "legend.edgecolor": "none",
-    "legend.fontsize": 9,
-    "lines.solid_capstyle": "round",
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = folder / "report.png"
     try:
         history = read_history(folder)
-        with rc_context(_STYLE):
+        with rc_context(STYLE):
             draw(history, str(folder)).savefig(part := path.with_suffix(".part"), dpi=100, format="png")
         part.replace(path)
     except TrainerError as error:
@@ -118,7 +101,7 @@ def _heldout(history: History) -> dict[str, str]:
     last = {key: column[-1] for key, column in history.heldout.items()}
     tasks = [
         f"{task.upper()} loss {last[f'{task}_loss']:.3f}, accuracy {last[f'{task}_accuracy']:.1%}"
-        for task in ("mlm", "nsp")
+        for task in TASKS
         if np.isfinite(last[f"{task}_loss"])
     ]
     return {"held out": f"{'; '.join(tasks)} (step {last['step']:,.0f})"}

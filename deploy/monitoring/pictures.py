@@ -26,6 +26,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from deploy.monitoring.dashboards import DASHBOARDS, MARKS, substitute
 from deploy.monitoring.panels import Panel
+from trainer.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
 
 SHOWN = {  # dashboard: titles of panels, in this order
     "overview": [
@@ -41,24 +42,9 @@ SHOWN = {  # dashboard: titles of panels, in this order
 COLUMNS, SIZE, DPI = 2, (6.2, 2.5), 75  # inches of a panel
 POINTS = 300  # of a curve, at most
 SCRAPES = 4  # in a rate's window, as Grafana has it
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc6677", "#56b4e9", "#7b3fa0", "#d1242f")
+COLOURS = (BLUE, ORANGE, GREEN, ROSE, SKY, VIOLET, RED)
 UNITS = {"percentunit": "share", "none": "", "locale": "", "s": "seconds", "cps": "a second", "flops": "FLOP/s"}
-INK, FAINT = "#20262e", "#6b7480"
-STYLE = {
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.35,
-    "grid.linewidth": 0.6,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
+LOOK = STYLE | {"font.size": 9, "legend.frameon": False, "legend.fontsize": 8}
 
 
 class Curve(NamedTuple):
@@ -187,7 +173,7 @@ def picture(url: str, run: str, out: Path, scrape: float = 15.0, hours: float = 
     """Draw the panels SHOWN of a run into a PNG. Raises PictureError where there is nothing to draw."""
     span, panels = life(url, run, scrape, hours), chosen()
     restarts = marks(url, run, span)
-    with pyplot.rc_context(STYLE):
+    with pyplot.rc_context(LOOK):
         rows = -(-len(panels) // COLUMNS)
         size = (SIZE[0] * COLUMNS, SIZE[1] * rows)
         figure, grid = pyplot.subplots(rows, COLUMNS, figsize=size, dpi=DPI, layout="constrained", squeeze=False)
