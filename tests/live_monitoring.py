@@ -11,7 +11,6 @@ import re
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlencode
 
 import yaml
 from programs import program
 from ranks import ROOT, free_port
+
+from deploy.monitoring.pictures import ask
 
 MONITORING = ROOT / "deploy/monitoring"
 PATIENCE = 180.0  # seconds; a busy machine takes many times as long as an idle one
@@ -113,12 +113,7 @@ class Prometheus:
 
     def ask(self, path: str, **parameters: object) -> Any:
         """The data of an answer of its API. Fails with its reason where it has one."""
-        address = f"{self.url}/api/v1/{path}?{urlencode(parameters)}"
-        try:
-            with urllib.request.urlopen(address, timeout=30) as answer:
-                return json.load(answer)["data"]
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{parameters}: {error.read().decode()}") from None
+        return ask(self.url, path, **parameters)
 
     def vector(self, expression: str, at: float | None = None) -> list[tuple[Labels, float]]:
         """(labels, value) of each series, now or at a Unix time."""
