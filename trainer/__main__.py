@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import NoReturn
 
-import trainer.first_process  # before the others, which take seconds
+import trainer.first_process  # noqa: F401  before the others, which take seconds
 from kernels import backend
 from trainer.config import load
 from trainer.data import open_phases
 from trainer.engine import resolve_precision
 from trainer.errors import TrainerError
-from trainer.stop import LOST
+from trainer.exits import INTERRUPTED, LOST, REFUSED, STOPPED
 from trainer.train import train
-from trainer.world import from_launcher, join, leave, lost_contact, speaks_first
+from trainer.world import from_launcher, join, leave, lost_contact, say_last, speaks_first
 
 
 def main() -> None:
     """Read the configuration, meet the other ranks, train.
 
-    Exit codes: 0 done; 2 something that a user can mend; 3 another rank was lost; 75 stopped by SIGTERM, saved.
+    Its exit codes are in :mod:`trainer.exits`.
     """
     parser = argparse.ArgumentParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
     parser.add_argument("--config", required=True, help="the run's YAML file")
@@ -48,7 +47,7 @@ def main() -> None:
     except OSError as error:
         _fail(f"trainer: rank {world.rank}: error: {error}")
     except KeyboardInterrupt:
-        _fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", 130)
+        _fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", INTERRUPTED)
     except RuntimeError as error:
         if not lost_contact(error):
             raise
@@ -56,15 +55,15 @@ def main() -> None:
         _fail(f"trainer: rank {world.rank}: lost contact with another rank, whose own line says why ({reason})", LOST)
     if state.phase < len(phases):
         said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
-        _fail(said if world.is_main else "", trainer.first_process.STOPPED)
+        _fail(said if world.is_main else "", STOPPED)
     if world.is_main:
         print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
     leave(0)
 
 
-def _fail(message: str, code: int = 2) -> NoReturn:
+def _fail(message: str, code: int = REFUSED) -> NoReturn:
     if message:
-        print(message, file=sys.stderr, flush=True)
+        say_last(message)
     leave(code)
 
 

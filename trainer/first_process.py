@@ -10,7 +10,7 @@ import os
 import signal
 from types import FrameType
 
-STOPPED = 75  # the exit code of a run that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h
+from trainer.exits import STOPPED
 
 
 def _end(number: int, frame: FrameType | None) -> None:

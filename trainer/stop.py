@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.world import World, leave
+from trainer.exits import LOST
+from trainer.world import World, leave, say_last
 
-LOST = 3  # the exit code of a rank that lost another one
 PATIENCE = 2.0  # seconds for a rank to say by itself that it lost another one
 POLL = 0.2  # seconds between two looks of ranks that wait for data
 LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run"}
@@ -92,7 +92,7 @@ class Stop:
         time.sleep(PATIENCE)
         if not self.decided:  # after that, ranks end as they finish
             said = "lost contact with another rank, which has ended: it cannot stop at a step's border"
-            print(f"trainer: rank {self.world.rank}: {said}", file=sys.stderr, flush=True)
+            say_last(f"trainer: rank {self.world.rank}: {said}")
             leave(LOST)
 
 

@@ -6,8 +6,10 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 import torch
@@ -171,6 +173,14 @@ def set_up_deepspeed(device: str) -> None:
     """
     os.environ.setdefault("DS_ACCELERATOR", device)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+
+
+def say_last(message: str) -> None:
+    """A rank's last line: to stderr, and into the file that a supervisor asked for (``LAMBERT_LAST_WORDS``)."""
+    print(message, file=sys.stderr, flush=True)
+    if path := os.environ.get("LAMBERT_LAST_WORDS"):
+        with suppress(OSError):  # it is on stderr
+            Path(path).write_text(message + "\n", encoding="utf-8")
 
 
 def leave(code: int) -> NoReturn:
