@@ -1,4 +1,4 @@
-# On a fresh machine with Python 3.11 or 3.12, make and a C++ compiler, `make demo` and `make test` do
+# On a fresh machine with Python 3.11 or 3.12 and make, `make demo` and `make test` do
 # everything, their set-up in .venv included.
 
 SUITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
@@ -24,14 +24,12 @@ setup: $(READY)
 $(READY): requirements.lock
 	@test -n "$(PYTHON)" || { echo "lambert: error: needs Python 3.11 or 3.12: install one, or set PYTHON=…" >&2; exit 2; }
 	@rm -f .venv/.ready-*
-	@echo "lambert: setting up .venv, once: 1/3 PyTorch (a minute or two; longer with CUDA)"
+	@echo "lambert: setting up .venv, once: 1/2 PyTorch (a minute or two; longer with CUDA)"
 	@$(PYTHON) -m venv .venv
 	@# with its own needs: a CUDA build brings its libraries, and DeepSpeed's build looks for PyTorch
 	@python -m pip install --quiet --disable-pip-version-check --constraint requirements.lock torch numpy setuptools ninja
-	@echo "lambert: setting up .venv, once: 2/3 everything else in requirements.lock (about a minute)"
+	@echo "lambert: setting up .venv, once: 2/2 everything else in requirements.lock (about a minute)"
 	@python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements.lock
-	@echo "lambert: setting up .venv, once: 3/3 DeepSpeed's CPU communication, compiled where there is no GPU (about a minute)"
-	@python -c 'from trainer.engine import build_extensions; build_extensions()'
 	@touch $@
 
 clean:

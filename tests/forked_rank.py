@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.engine import build_extensions
-from trainer.world import set_up_deepspeed
+import os
 
-set_up_deepspeed("cpu")
-build_extensions()
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as DeepSpeed is imported
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  # DeepSpeed and PyTorch import both
 import torch._dynamo  # noqa: E402, F401                               # only as an engine is made

@@ -56,6 +56,16 @@ def test_any_cut_takes_the_same_steps(
     assert set(cut["parts"]) == {"forward", "backward", "reduce", "optimizer"} and min(cut["parts"].values()) > 0
 
 
+def test_a_start_compiles_nothing_and_leaves_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own start on CPUs, under its launcher, does both: a minute, and 64 MiB a rank until the next boot."""
+    monkeypatch.setenv("LOCAL_SIZE", "2")  # as its launcher says it
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
+    before = set(Path("/dev/shm").glob("deepspeed*"))
+    run(tmp_path, 2, 1, 1, count=1)
+    assert set(Path("/dev/shm").glob("deepspeed*")) <= before
+    assert not (tmp_path / "compiled").exists()
+
+
 def test_lamb_and_adam_differ(whole: dict[str, Any], tmp_path: Path) -> None:
     """The comparison above can tell optimizers apart."""
     adam = steps(tmp_path, 1, 1, 1, optimizer="adam")

@@ -24,7 +24,7 @@ from trainer.model import Bert, ModelConfig, Output
 from trainer.optimizer import OptimizerConfig, make_optimizer
 from trainer.partition import fill_masters, read_partition, refresh_weights
 from trainer.stopwatch import Stopwatch
-from trainer.world import World, set_up_deepspeed
+from trainer.world import World
 
 SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct")  # what a step's sums hold, in this order
 
@@ -123,14 +123,16 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
     }
 
 
-def build_extensions() -> None:
-    """Compile what DeepSpeed would compile at its first start without a GPU, so that this start is quick."""
-    if torch.cuda.is_available():
-        return
-    set_up_deepspeed("cpu")
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+def _load_deepspeed() -> Any:
+    """DeepSpeed, told to leave out what it would compile on CPUs and share in 64 MiB of memory a rank, never freed.
 
-    ShareMemCommBuilder().load(verbose=False)
+    It serves inference alone.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
 
 
 class Engine:
@@ -149,9 +151,6 @@ class Engine:
         seed: int,
         watch: Stopwatch | None = None,
     ) -> None:
-        import deepspeed
-
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # about DeepSpeed's own calls, once a rank
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self.world, self.seed, self.stage = world, seed, config.zero_stage
@@ -162,7 +161,7 @@ class Engine:
         self.parameters = sum(p.numel() for p in module.parameters())
         drawn = {n: p.detach().clone() for n, p in module.named_parameters()} if self.precision != "fp32" else {}
         self.optimizer = make_optimizer(module.parameters(), optimizer)
-        self._deepspeed, *_ = deepspeed.initialize(
+        self._deepspeed, *_ = _load_deepspeed().initialize(
             model=module,
             optimizer=self.optimizer,
             config=deepspeed_config(config, self.precision, world.size, self.parameters),

@@ -101,7 +101,7 @@ def speaks_first() -> bool:
 
 def join(world: World, timeout_seconds: int) -> None:
     """Make the process group (NCCL on GPUs, gloo on CPUs) and fix what exact repetition needs fixed."""
-    set_up_deepspeed(world.device.type)
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # a GPU that is there but not wanted misleads DeepSpeed
     if world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first cuBLAS call
         torch.cuda.set_device(world.device)
@@ -163,16 +163,6 @@ def lost_contact(error: RuntimeError) -> bool:
     """Whether a collective failed since another rank is gone, whose own line says why."""
     signs = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out", "Socket")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
-
-
-def set_up_deepspeed(device: str) -> None:
-    """Tell DeepSpeed, before its import, what it runs on, and to keep what it compiles in this environment.
-
-    It guesses the first, and a GPU that is there but not wanted misleads it; its shared cache of the
-    second forces rebuilds on other environments.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 
 def say_last(message: str) -> None:
