@@ -60,6 +60,12 @@ def start_ranks(size: int, *arguments: str, runner: tuple[str, ...] = ("-m", "mp
     return start(MPIRUN, "-n", str(size), COMMAND[0], *runner, COMMAND[1], *arguments)
 
 
+def finish_ranks(*line: str, runner: tuple[str, ...] = ("-m", "mpi4py")) -> tuple[int, str, list[str]]:
+    """As :func:`finish`, of three ranks; once more where mpirun itself crashed, as it rarely does while it ends them."""
+    ended = finish(start_ranks(3, *line, runner=runner))
+    return finish(start_ranks(3, *line, runner=runner)) if ended[0] == -signal.SIGSEGV else ended
+
+
 def finish(run: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
     """(exit code, stdout, lines of stderr that are the command's own)."""
     try:
@@ -230,13 +236,13 @@ def test_ranks_work_as_processes_do(size: int, processes: int) -> None:
     ],
 )
 def test_all_ranks_end_with_the_first(command: str, expected: tuple[int, str, list[str]]) -> None:
-    assert finish(start_ranks(3, command)) == expected
+    assert finish_ranks(command) == expected
 
 
 @needs_mpi
 @pytest.mark.parametrize("runner", [(), ("-m", "mpi4py.futures")])
 def test_ranks_that_do_not_know_of_each_other_are_refused(runner: tuple[str, ...]) -> None:
-    code, out, [line] = finish(start_ranks(3, "square", runner=runner))
+    code, out, [line] = finish_ranks("square", runner=runner)
     assert (code, out) == (2, "")
     assert line.endswith("one of 3 ranks; run it as mpirun -n K python -m mpi4py -m data_prep ...")
 

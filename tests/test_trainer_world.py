@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from ranks import ROOT, finish, start
+from ranks import ROOT, environment, finish, start
 
 from trainer.errors import TrainerError
 from trainer.world import read_world
@@ -106,3 +107,31 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_told_by_the_first() -> None
     assert [code for code, _ in ended] == [2, 2, 2]
     told = [output.split("told:")[1].strip() for _, output in ended]
     assert told[0] == told[2] == "" and "No such file or directory: '/nowhere/at/all'" in told[1]
+
+
+def test_a_node_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep its part of every checkpoint to itself."""
+    alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    monkeypatch.setattr("ranks.environment", lambda *place: environment(*place) | alone)
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import trainer.world\n"
+        "from trainer.errors import TrainerError\n"
+        "from trainer.world import from_launcher, join, leave, require_shared\n"
+        "world = from_launcher('cpu'); join(world, 60)\n"
+        "trainer.world.SHARE_SECONDS = 0.5\n"
+        "require_shared(Path(sys.argv[1], '0'), world)\n"
+        "try:\n"
+        "    require_shared(Path(sys.argv[1], str(world.rank)), world)\n"
+        "except TrainerError as error:\n"
+        "    print(world.rank, 'told:', error, flush=True)\n"
+        "    leave(2)\n"
+    )
+    ended = finish(start(2, "-c", code, str(tmp_path)))
+    assert [code for code, _ in ended] == [2, 2]
+    assert ended[0][1].split("told:")[1].strip() == ""
+    assert f"run.folder {tmp_path}/1 on " in ended[1][1] and "is not the one that rank 0 writes to" in ended[1][1]
+    assert [path for name in ("0", "1") for path in (tmp_path / name).iterdir()] == []

@@ -1,47 +1,70 @@
-"""``deepspeed --module trainer --config run.yaml [--set key=value …]``; also under torchrun or alone."""
+"""``deepspeed --module trainer --config run.yaml [--set key=value …]``; also under torchrun, mpirun, srun, or alone."""
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import time
 from typing import NoReturn
 
 import trainer.first_process  # noqa: F401  before the others, which take seconds
 from kernels import backend
-from trainer.config import load
-from trainer.data import open_phases
+from trainer.config import Config, load
+from trainer.data import PhaseData, open_phases
 from trainer.engine import resolve_precision
 from trainer.errors import TrainerError
-from trainer.exits import INTERRUPTED, LOST, REFUSED, STOPPED
+from trainer.exits import DONE, INTERRUPTED, LOST, REFUSED, STOPPED
+from trainer.facts import facts
+from trainer.journal import say
+from trainer.state import TrainState
 from trainer.train import train
-from trainer.world import from_launcher, join, leave, lost_contact, say_last, speaks_first
+from trainer.world import World, from_launcher, join, leave, lost_contact, operation, say_last, speaks_first
 
 
 def main() -> None:
-    """Read the configuration, meet the other ranks, train.
-
-    Its exit codes are in :mod:`trainer.exits`.
-    """
+    """Read the configuration, meet the other ranks, train. The exit codes are in :mod:`trainer.exits`."""
     parser = argparse.ArgumentParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     options = parser.parse_args()
+    faulthandler.enable()  # NCCL's watchdog aborts a rank that waits too long: where, then
+    config, phases, world = prepare(options.config, options.set)
+    state = _run(config, phases, world)
+    if state.phase < len(phases):
+        said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
+        _fail(said if world.is_main else "", STOPPED)
+    if world.is_main:
+        print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
+    leave(DONE)
+
+
+def prepare(path: str, overrides: list[str]) -> tuple[Config, list[PhaseData], World]:
+    """All that a rank finds out by itself. Ends the process with a line where something is wrong."""
     try:
-        config = load(options.config, options.set)
+        config = load(path, overrides)
         world = from_launcher(config.run.device)
         resolve_precision(config.engine, world.device)
         with backend.using(config.engine.kernels):
             backend.resolve(world.device.type)
-        phases = open_phases(config, world)
+        return config, open_phases(config, world), world
     except (TrainerError, backend.UnavailableError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
         _fail(f"trainer: error: {error}")
+
+
+def meet(config: Config, phases: list[PhaseData], world: World) -> None:
+    """Join the other ranks, and say what they have unlike one another."""
+    for difference in join(world, config.run.timeout_seconds, facts(config, phases, world)):
+        say(f"warning: not the same on all ranks: {difference}")
+
+
+def _run(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     try:
-        join(world, config.run.timeout_seconds)
+        meet(config, phases, world)
         with backend.using(config.engine.kernels):
-            state = train(config, phases, world)
+            return train(config, phases, world)
     except TrainerError as error:  # one without a text is another rank's, which says it
         _fail(f"trainer: rank {world.rank}: error: {error}" if str(error) else "")
     except OSError as error:
@@ -51,14 +74,10 @@ def main() -> None:
     except RuntimeError as error:
         if not lost_contact(error):
             raise
+        where = ", ".join([*getattr(error, "__notes__", []), operation(error)])
         reason = str(error).strip().split("\n")[0].split(". ")[0]
-        _fail(f"trainer: rank {world.rank}: lost contact with another rank, whose own line says why ({reason})", LOST)
-    if state.phase < len(phases):
-        said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
-        _fail(said if world.is_main else "", STOPPED)
-    if world.is_main:
-        print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
-    leave(0)
+        said = f"lost contact with another rank, whose own line says why ({where}: {reason})"
+        _fail(f"trainer: rank {world.rank}: {said}", LOST)
 
 
 def _fail(message: str, code: int = REFUSED) -> NoReturn:

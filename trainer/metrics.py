@@ -104,6 +104,7 @@ class Metrics:
         self.config, self.subject, self.world, self.watch = config, subject, world, watch
         self.exporter = Exporter(subject.name, config.port, config.address, world)
         self.spent = dict.fromkeys(SPENT, 0.0)  # seconds of this process, all of them
+        self.reached = 0  # the last step that this rank knows to have ended
         self._clock = time.perf_counter()
         self._pending: list[_Pending] = []
         self._printed, self._waited, self._tokens, self._known_steps = 0.0, 0.0, 0, 0
@@ -119,6 +120,7 @@ class Metrics:
 
     def describe(self, state: TrainState, facts: dict[str, str]) -> None:
         """Say once what really runs, and from where on: in the log, as the metrics and in the JSON lines."""
+        self.reached = state.step
         if self.world.is_local_main:
             for rank in self._ranks():
                 self.exporter("rank", rank).info(self._device(rank))
@@ -149,6 +151,7 @@ class Metrics:
         self.spent["skipped" if not result.applied else "rework" if again else "productive"] += seconds - waited
         self._waited += waited
         self._tokens += sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)
+        self.reached = state.step
         told = replace(batch, micro_batches=())  # the numbers are wanted, not the tensors
         self._pending.append(_Pending(state, told, result, rate, seconds))
         if self.world.is_main:

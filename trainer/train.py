@@ -28,7 +28,7 @@ from trainer.state import TrainState
 from trainer.stop import Stop
 from trainer.stopwatch import Stopwatch
 from trainer.weights import start_from
-from trainer.world import World, broadcast_text, together
+from trainer.world import World, broadcast_text, require_shared, together
 
 ENDED = "ended.json"  # in the run's folder: {"how": "done" or "stopped", "step": …}
 
@@ -43,6 +43,7 @@ class Run:
         self.stop = Stop(world, config.metrics.log_every_steps)
         watch = Stopwatch(world.device)
         self.metrics = together(partial(self._open_folder, watch), world)
+        require_shared(self.folder, world)
         try:
             self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed, watch)
         except BaseException as error:
@@ -224,6 +225,7 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     try:
         return _train(run)
     except BaseException as error:
+        error.add_note(f"after step {run.metrics.reached}")
         run.fail(error)
         raise
     finally:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+import traceback
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +20,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from trainer.errors import TrainerError
+from trainer.launchers import describe
+from trainer.meeting import Account, Meeting, meet
 
 Result = TypeVar("Result")
+SHARE_SECONDS = 30.0  # that a network's file system may take to show a new file elsewhere
+
+# those of what runs under PyTorch, and what decides the numbers; not what a launcher gives each rank for itself
+SETTINGS = (
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "OFI_", "TORCH_NCCL_", "CUDA_LAUNCH_", "CUDA_DEVICE_MAX_", "CUBLAS_", "OMP_"),
+    *("MKL_", "NVIDIA_TF32_", "TRITON_INTERPRET", "PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,27 +55,19 @@ class World:
 
 
 def read_world(environ: Mapping[str, str], device: str) -> World:
-    """The world as a launcher describes it (``deepspeed`` and ``torchrun``), or one lone process.
+    """The world as a launcher describes it (:mod:`trainer.launchers`), or one lone process.
 
     ``device`` is "cpu", "cuda", or "auto" (CUDA where there is one). Raises TrainerError when the
     environment contradicts itself, or when a GPU is asked for and absent.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    given = [name for name in names if name in environ]
-    if given and len(given) < len(names):
-        missing = sorted(set(names) - set(given))
-        raise TrainerError(
-            f"the launcher set {', '.join(given)} but not {', '.join(missing)}: start the run with "
-            "`deepspeed --module trainer …` or `torchrun -m trainer …`, or unset them all for one process"
-        )
-    values = {name: environ.get(name, default) for name, default in zip(names, ("0", "1", "0"), strict=True)}
-    # deepspeed's launcher says LOCAL_SIZE, torchrun says LOCAL_WORLD_SIZE
-    values["LOCAL_SIZE"] = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", values["WORLD_SIZE"]))
+    found = describe(environ)
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    values = {name: found.get(name, default) for name, default in defaults.items()}
     for name, value in values.items():
         if not value.isdigit():
             raise TrainerError(f"{name}={value!r} in the environment is not a number: check the launcher")
     rank, size, local_rank, local_size = (int(value) for value in values.values())
-    if size > 1 and "MASTER_ADDR" not in environ:
+    if size > 1 and "MASTER_ADDR" not in found:
         raise TrainerError(
             f"WORLD_SIZE is {size} but MASTER_ADDR is not set, so the ranks cannot find one another: start the run "
             "with a launcher, or unset both for one process"
@@ -73,7 +77,8 @@ def read_world(environ: Mapping[str, str], device: str) -> World:
             f"rank {rank} of {size}, local rank {local_rank} of {local_size}: a rank must be smaller than "
             "its count, and a node's count no larger than all; check the launcher"
         )
-    return World(rank, size, local_rank, local_size, _device(device, local_rank))
+    alone = "SLURM_LOCALID" in environ and torch.cuda.device_count() == 1  # srun may show each task its own GPU alone
+    return World(rank, size, local_rank, local_size, _device(device, 0 if alone else local_rank))
 
 
 def _device(name: str, local_rank: int) -> torch.device:
@@ -90,17 +95,45 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def from_launcher(device: str) -> World:
-    """The world of this process; see :func:`read_world`."""
-    return read_world(os.environ, device)
+    """The world of this process; see :func:`read_world`. Its environment says it in torchrun's words from now on."""
+    found = describe(os.environ)
+    if int(found.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" not in found:
+        found |= _meeting_place_by_mpi()
+    world = read_world({**os.environ, **found}, device)
+    os.environ.update(found)
+    return world
+
+
+def _meeting_place_by_mpi() -> dict[str, str]:
+    """A free port of rank 0 by its host's name, told through MPI, which ends with it: its ranks leave as others do."""
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return {}  # read_world says what is missing
+    place = MPI.COMM_WORLD.bcast((socket.gethostname(), _free_port("")))
+    MPI.Finalize()
+    return {"MASTER_ADDR": place[0], "MASTER_PORT": str(place[1])}
 
 
 def speaks_first() -> bool:
     """True on the process that reports what all of them find before they met."""
-    return os.environ.get("RANK", "0") == "0"
+    with suppress(TrainerError):
+        return describe(os.environ).get("RANK", "0") == "0"
+    return True
 
 
-def join(world: World, timeout_seconds: int) -> None:
-    """Make the process group (NCCL on GPUs, gloo on CPUs) and fix what exact repetition needs fixed."""
+def settings() -> dict[str, str]:
+    """What the environment sets that all ranks should have alike."""
+    return {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+
+
+def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None) -> list[str]:
+    """Make the process group (NCCL on GPUs, gloo on CPUs) and fix what exact repetition needs fixed.
+
+    All ranks must come with the same ``facts``. Returns what they may differ in, but should not; on rank 0. Raises
+    TrainerError on all ranks, where some do not come in time, or differ.
+    """
+    told = settings()  # before this adds its own
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # a GPU that is there but not wanted misleads DeepSpeed
     if world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first cuBLAS call
@@ -111,21 +144,28 @@ def join(world: World, timeout_seconds: int) -> None:
     elif "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it, deepspeed's launcher does not
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one
-        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port("127.0.0.1"))}
         os.environ.update(alone | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})  # DeepSpeed reads them
+    gpu, model = _gpu(world.device)
+    store, warnings = meet(
+        Meeting(world.rank, world.size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _agent_serves()),
+        Account(socket.gethostname(), gpu, facts or {}, told | ({"GPU": model} if gpu else {})),
+        timedelta(seconds=timeout_seconds),
+    )
     try:
         dist.init_process_group(
             "nccl" if world.device.type == "cuda" else "gloo",
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=timeout_seconds),
+            store=store,
         )
     except (RuntimeError, ValueError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
         raise TrainerError(
-            f"cannot meet the other ranks at {place} ({str(error).splitlines()[0]}): check that all {world.size} were "
-            "started and that no other run holds the port"
+            f"rank {world.rank} cannot speak with the others ({str(error).splitlines()[0]}): they have met, so the "
+            "network lets some ports through alone, or NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the wrong one"
         ) from None
+    return warnings
 
 
 def together(action: Callable[[], Result], world: World) -> Result:
@@ -148,6 +188,30 @@ def together(action: Callable[[], Result], world: World) -> Result:
     return cast(Result, result)
 
 
+def require_shared(folder: Path, world: World) -> None:
+    """Every rank calls it, with a folder that rank 0 has made. Raises TrainerError where a node has its own instead."""
+    if world.local_size == world.size:
+        return
+    mark = folder / f".met-{broadcast_text(uuid.uuid4().hex[:8] if world.is_main else '', world)}"
+    try:
+        together(lambda: mark.touch() if world.is_main else None, world)
+        together(lambda: _require_seen(mark) if world.is_local_main else None, world)
+    finally:
+        if world.is_main:
+            mark.unlink(missing_ok=True)
+
+
+def _require_seen(mark: Path) -> None:
+    deadline = time.monotonic() + SHARE_SECONDS
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            raise TrainerError(
+                f"run.folder {mark.parent} on {socket.gethostname()} is not the one that rank 0 writes to: put it on a "
+                "file system that all nodes share"
+            )
+        time.sleep(0.2)
+
+
 def broadcast_text(text: str, world: World) -> str:
     """Rank 0's ``text`` on every rank."""
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(world.device)
@@ -163,6 +227,15 @@ def lost_contact(error: RuntimeError) -> bool:
     """Whether a collective failed since another rank is gone, whose own line says why."""
     signs = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out", "Socket")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+
+
+def operation(error: BaseException) -> str:
+    """What a rank was doing as the error arose: ``all_reduce in trainer/stop.py, sum``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    collectives = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+    ours = [frame for frame in frames if Path(frame.filename).parent == Path(__file__).parent]
+    place = f"trainer/{Path(ours[-1].filename).name}, {ours[-1].name}" if ours else "its start"
+    return f"{collectives[0]} in {place}" if collectives else place
 
 
 def say_last(message: str) -> None:
@@ -186,7 +259,20 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _free_port() -> int:
+def _gpu(device: torch.device) -> tuple[str, str]:
+    """Its unique id and its model; empty for a CPU."""
+    if device.type != "cuda":
+        return "", ""
+    found = torch.cuda.get_device_properties(device)
+    return str(found.uuid), found.name
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun's agent holds the store at MASTER_PORT, as it says to PyTorch."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _free_port(address: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])

@@ -1,0 +1,175 @@
+"""The meeting: who is missing is named, what differs is named, and an earlier attempt's ranks are not met."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch.distributed as dist
+from runs import wait_for, write_config
+
+from trainer.errors import TrainerError
+from trainer.facts import code
+from trainer.meeting import Account, Meeting, differences, meet, numbers, refusals
+
+SAME = {"torch": "2.13.0", "the configuration": "abc"}
+MEET = """
+import sys, trainer.meeting
+from trainer.world import from_launcher, join, leave
+from trainer.errors import TrainerError
+world = from_launcher("cpu")
+trainer.meeting.SAY_SECONDS = 1
+try:
+    print(join(world, int(sys.argv[1]), {"torch": sys.argv[2]}), flush=True)
+except TrainerError as error:
+    print(f"error: {error}", flush=True)
+    leave(2)
+leave(0)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts one rank of two that meets the other and ends; what is left of them at the end is killed."""
+    port, begun = ranks.free_port(), []
+
+    def begin(rank: int, seconds: int, version: str = "1", **settings: str) -> subprocess.Popen[str]:
+        environment = ranks.environment(rank, 2, port) | settings
+        words = [sys.executable, "-c", MEET, str(seconds), version]
+        pipe = subprocess.PIPE
+        begun.append(
+            subprocess.Popen(words, env=environment, cwd=ranks.ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        )
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def accounts(*facts: dict[str, str], gpus: tuple[str, ...] = ()) -> list[Account]:
+    """Of two ranks a node."""
+    return [Account(f"node-{rank // 2}", gpus[rank] if gpus else "", each, {}) for rank, each in enumerate(facts)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [([3], "rank 3"), ([0, 1], "ranks 0 and 1"), ([0, 1, 2, 3, 7, 9, 10], "ranks 0 to 3, 7, 9 and 10")],
+)
+def test_ranks_are_named_in_runs(ranks: list[int], said: str) -> None:
+    assert numbers(ranks) == said
+
+
+def test_what_differs_is_said_with_ranks_and_hosts() -> None:
+    other = SAME | {"torch": "2.11.0", "the configuration": "x" * 100}
+    assert refusals(accounts(SAME, SAME, SAME)) == []
+    assert refusals(accounts(SAME, SAME, other, other)) == [
+        f"the configuration is abc on ranks 0 and 1 (node-0), {'x' * 47}… on ranks 2 and 3 (node-1): "
+        "make that the same everywhere",
+        "torch is 2.13.0 on ranks 0 and 1 (node-0), 2.11.0 on ranks 2 and 3 (node-1): make that the same everywhere",
+    ]
+    assert differences("facts", accounts(SAME, {"torch": "2.13.0"}, SAME)) == [
+        "the configuration is abc on ranks 0, 2 (node-0 and 1 more), not set on rank 1 (node-0)"
+    ]
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    found = refusals(accounts(SAME, SAME, SAME, SAME, gpus=("a", "b", "a", "a")))
+    assert found == ["ranks 2 and 3 (node-1) share one GPU: start at most one rank for each"]
+
+
+def test_a_rank_that_comes_late_is_waited_for(start: Callable[..., subprocess.Popen[str]]) -> None:
+    """Also when rank 0 is the late one, whose host does not even answer yet."""
+    for late in (1, 0):
+        early = start(1 - late, 60)
+        time.sleep(4 if late == 0 else 2)
+        assert early.poll() is None
+        assert [process.wait(60) for process in (early, start(late, 60))] == [0, 0]
+
+
+def test_a_rank_that_does_not_come_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
+    [(code, output)] = ranks.finish([start(0, 2)])
+    waiting, error = output.strip().splitlines()
+    assert code == 2 and waiting.startswith("lambert: waiting for rank 1 of 2 at 127.0.0.1:")
+    assert error.startswith("error: after 2 s rank 1 of 2 have not come to 127.0.0.1:")
+    [(code, output)] = ranks.finish([start(1, 3)])
+    assert code == 2 and output.splitlines()[-1].startswith("error: rank 1 cannot meet the other ranks at 127.0.0.1:")
+
+
+def test_ranks_of_two_runs_are_refused_on_both(start: Callable[..., subprocess.Popen[str]]) -> None:
+    (first, told), (second, silent) = ranks.finish([start(0, 60, "2.13.0"), start(1, 60, "2.11.0")])
+    assert (first, second) == (2, 2)
+    host = os.uname().nodename
+    assert told == (
+        f"error: torch is 2.13.0 on rank 0 ({host}), 2.11.0 on rank 1 ({host}): make that the same everywhere\n"
+    )
+    assert silent == "error: \n"
+
+
+def test_a_setting_that_one_rank_lacks_is_named_by_the_first(start: Callable[..., subprocess.Popen[str]]) -> None:
+    (first, told), (second, silent) = ranks.finish([start(0, 60, GLOO_TEST="a b 'c'"), start(1, 60)])
+    host = os.uname().nodename
+    assert (first, second, silent) == (0, 0, "[]\n")
+    assert told.strip() == str([f"GLOO_TEST is a b 'c' on rank 0 ({host}), not set on rank 1 ({host})"])
+
+
+def test_an_earlier_attempt_that_holds_the_place_is_not_joined() -> None:
+    """A pod that is back meets the old rank 0, which is about to end: it waits for the new one."""
+    port, account, short = ranks.free_port(), Account("node", "", {}, {}), timedelta(seconds=3)
+    place = Meeting(0, 1, "127.0.0.1", port, served=False)
+    old, _ = meet(place, account, short)
+    with pytest.raises(TrainerError, match="another run, or an earlier attempt of this one, holds the place"):
+        meet(Meeting(1, 2, "127.0.0.1", port, served=False), account, short)
+    assert isinstance(old, dist.Store)
+
+
+def test_the_code_is_told_apart_by_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("data_prep", "kernels", "trainer"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr("trainer.facts.ROOT", tmp_path)
+    before = code()
+    (tmp_path / "kernels" / "a.py").write_text("x = 2\n")
+    changed = code()
+    (tmp_path / "kernels" / "a.py").rename(tmp_path / "kernels" / "b.py")
+    assert len({before, changed, code()}) == 3
+
+
+def test_runs_that_differ_in_their_configuration_are_refused_before_they_train(
+    tiny_shards: Path, tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 are given files that differ in the seed."""
+    port, processes = ranks.free_port(), []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        config: dict[str, Any] = {"run": {"seed": rank, "folder": str(tmp_path / "run")}}
+        path = write_config(folder, tiny_shards, 4, **config)
+        words = [sys.executable, "-m", "trainer", "--config", str(path)]
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        environment = ranks.environment(rank, 2, port)
+        processes.append(subprocess.Popen(words, env=environment, cwd=ranks.ROOT, stdout=pipe, stderr=both, text=True))
+    (first, told), (second, silent) = ranks.finish(processes)
+    assert (first, second) == (2, 2)
+    assert "error: the configuration is " in told and "make that the same everywhere" in told
+    assert "error" not in silent and not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_is_lost_is_told_with_step_and_operation(tiny_shards: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, tiny_shards, 1_000_000)
+    forked = ranks.fork(2, "trainer/__main__.py", "--config", str(path))
+    wait_for(lambda: "loss" in forked[0].log.read_text(), *forked)
+    forked[1].kill()
+    (code, output), _ = ranks.finish(forked)
+    assert code == 3
+    [line] = [line for line in output.splitlines() if "lost contact" in line]
+    assert "(after step " in line and " in trainer/" in line, line
