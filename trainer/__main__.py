@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import time
-from typing import NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import trainer.first_process  # noqa: F401  before the others, which take seconds
 from kernels import backend
@@ -20,6 +22,8 @@ from trainer.state import TrainState
 from trainer.train import train
 from trainer.world import World, from_launcher, join, leave, lost_contact, operation, say_last, speaks_first
 
+Result = TypeVar("Result")
+
 
 def main() -> None:
     """Read the configuration, meet the other ranks, train. The exit codes are in :mod:`trainer.exits`."""
@@ -30,10 +34,10 @@ def main() -> None:
     options = parser.parse_args()
     faulthandler.enable()  # NCCL's watchdog aborts a rank that waits too long: where, then
     config, phases, world = prepare(options.config, options.set)
-    state = _run(config, phases, world)
+    state = guard(world, partial(_run, config, phases, world))
     if state.phase < len(phases):
         said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
-        _fail(said if world.is_main else "", STOPPED)
+        fail(said if world.is_main else "", STOPPED)
     if world.is_main:
         print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
     leave(DONE)
@@ -44,6 +48,10 @@ def prepare(path: str, overrides: list[str]) -> tuple[Config, list[PhaseData], W
     try:
         config = load(path, overrides)
         world = from_launcher(config.run.device)
+        if config.run.ranks not in (None, world.size):
+            raise TrainerError(
+                f"{world.size} rank(s) were started but run.ranks is {config.run.ranks}: mend the one or the other"
+            )
         resolve_precision(config.engine, world.device)
         with backend.using(config.engine.kernels):
             backend.resolve(world.device.type)
@@ -51,7 +59,7 @@ def prepare(path: str, overrides: list[str]) -> tuple[Config, list[PhaseData], W
     except (TrainerError, backend.UnavailableError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
-        _fail(f"trainer: error: {error}")
+        fail(f"trainer: error: {error}")
 
 
 def meet(config: Config, phases: list[PhaseData], world: World) -> None:
@@ -61,26 +69,32 @@ def meet(config: Config, phases: list[PhaseData], world: World) -> None:
 
 
 def _run(config: Config, phases: list[PhaseData], world: World) -> TrainState:
+    meet(config, phases, world)
+    with backend.using(config.engine.kernels):
+        return train(config, phases, world)
+
+
+def guard(world: World, action: Callable[[], Result]) -> Result:
+    """``action()`` among the other ranks. Ends the process with a line, and the code that tells why, where it fails."""
     try:
-        meet(config, phases, world)
-        with backend.using(config.engine.kernels):
-            return train(config, phases, world)
+        return action()
     except TrainerError as error:  # one without a text is another rank's, which says it
-        _fail(f"trainer: rank {world.rank}: error: {error}" if str(error) else "")
+        fail(f"trainer: rank {world.rank}: error: {error}" if str(error) else "")
     except OSError as error:
-        _fail(f"trainer: rank {world.rank}: error: {error}")
+        fail(f"trainer: rank {world.rank}: error: {error}")
     except KeyboardInterrupt:
-        _fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", INTERRUPTED)
+        fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", INTERRUPTED)
     except RuntimeError as error:
         if not lost_contact(error):
             raise
         where = ", ".join([*getattr(error, "__notes__", []), operation(error)])
         reason = str(error).strip().split("\n")[0].split(". ")[0]
         said = f"lost contact with another rank, whose own line says why ({where}: {reason})"
-        _fail(f"trainer: rank {world.rank}: {said}", LOST)
+        fail(f"trainer: rank {world.rank}: {said}", LOST)
 
 
-def _fail(message: str, code: int = REFUSED) -> NoReturn:
+def fail(message: str, code: int = REFUSED) -> NoReturn:
+    """End this rank with its last line, where it has one to say."""
     if message:
         say_last(message)
     leave(code)

@@ -43,7 +43,9 @@ class RunConfig:
     # what a fresh start begins with: a .safetensors file of trainer.weights, another run's folder or checkpoint,
     # or a Hugging Face BERT's folder; null: random weights of the seed
     weights: str | None = None
-    timeout_seconds: int = 600  # of a collective; past it the run stops
+    # how many there must be; null: as many as were started: without its host file, deepspeed starts one node's alone
+    ranks: int | None = None
+    timeout_seconds: int = 600  # of a collective, and of the ranks' meeting; past it the run stops
     shuffle_window: int = 8  # shards whose samples are mixed with one another
 
     def problems(self) -> list[str]:
@@ -55,6 +57,8 @@ class RunConfig:
             found.append("weights is empty: name a file or a folder, or set it to null")
         if not 0 <= self.seed < 2**63:
             found.append(f"seed is {self.seed}: must lie between 0 and 2^63 - 1")
+        if self.ranks is not None and self.ranks < 1:
+            found.append(f"ranks is {self.ranks}: must be 1 or more, or null")
         for name in ("timeout_seconds", "shuffle_window"):
             if getattr(self, name) < 1:
                 found.append(f"{name} is {getattr(self, name)}: must be 1 or more")

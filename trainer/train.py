@@ -22,13 +22,14 @@ from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
 from trainer.journal import say
 from trainer.metrics import Metrics, Subject
+from trainer.network import falls_to_tcp, spoken
 from trainer.saving import Saver, attempt, first_failure
 from trainer.schedule import Phase, learning_rate
 from trainer.state import TrainState
 from trainer.stop import Stop
 from trainer.stopwatch import Stopwatch
 from trainer.weights import start_from
-from trainer.world import World, broadcast_text, require_shared, together
+from trainer.world import World, broadcast_text, nccl_said, require_shared, together
 
 ENDED = "ended.json"  # in the run's folder: {"how": "done" or "stopped", "step": …}
 
@@ -303,11 +304,15 @@ def _describe(run: Run, state: TrainState) -> None:
     """Say once what really runs, and leave the resolved configuration and the tokenizer beside the checkpoints."""
     config, chosen = run.config, backend.resolve(run.world.device.type)
     together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
+    heard = nccl_said()
+    if warning := falls_to_tcp(heard):
+        run._say(f"warning: {warning}")
     facts = {
         "run": config.run.name,
         "config": fingerprint(to_tree(config)),
         "ranks": str(run.world.size),
         "device": run.world.device.type,
+        "network": " over ".join(filter(None, ("gloo" if run.world.device.type == "cpu" else "nccl", spoken(heard)))),
         "zero_stage": str(config.engine.zero_stage),
         "optimizer": config.optimizer.name,
         "kernels": chosen.name,

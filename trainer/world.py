@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -85,13 +87,25 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise TrainerError("run.device is cuda but PyTorch sees no GPU: set run.device to cpu or auto")
+        raise TrainerError(
+            f"run.device is cuda but PyTorch sees no GPU ({_cuda_versions()}): mend that, or set run.device to cpu"
+        )
     if local_rank >= torch.cuda.device_count():
         raise TrainerError(
             f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} on this node): "
             "start at most one rank for each GPU"
         )
     return torch.device("cuda", local_rank)
+
+
+def _cuda_versions() -> str:
+    """Of PyTorch and of the driver: the one must not be newer than the other can run."""
+    try:
+        said = re.search(r"\d+\.\d[\d.]*", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        said = None
+    driver = f"NVIDIA's driver is {said.group()}" if said else "no driver of NVIDIA's is loaded"
+    return f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda or 'nowhere: for CPUs'}; {driver}"
 
 
 def from_launcher(device: str) -> World:
@@ -141,6 +155,8 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
         torch.use_deterministic_algorithms(True)
         # a debugging aid, not free
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if world.size > world.local_size and "NCCL_DEBUG" not in os.environ:
+            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": _nccl_log()}
     elif "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it, deepspeed's launcher does not
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one
@@ -186,6 +202,17 @@ def together(action: Callable[[], Result], world: World) -> Result:
     if first.item() < world.size:
         raise TrainerError(failure if world.rank == first.item() else "")
     return cast(Result, result)
+
+
+def nccl_said() -> str:
+    """What NCCL has told this rank about its network so far; empty on one node, on CPUs, or where a user reads it."""
+    with suppress(OSError):
+        return Path(_nccl_log()).read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _nccl_log() -> str:
+    return os.path.join(tempfile.gettempdir(), f"lambert-nccl-{os.getpid()}.log")
 
 
 def require_shared(folder: Path, world: World) -> None:

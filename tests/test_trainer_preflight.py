@@ -1,0 +1,141 @@
+"""Before the night: what deepspeed reads, what the network is, and a trial under a real launcher's environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from runs import write_config
+
+from trainer.errors import TrainerError
+from trainer.hostfile import left_behind, read_environment, read_hosts
+from trainer.network import falls_to_tcp, ports, spoken
+
+# as NCCL 2.18 to 2.28 write it
+SOCKET = (
+    "node-0:41:41 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>\n"
+    "node-0:41:90 [0] NCCL INFO NET/IB : No device found.\n"
+    "node-0:41:90 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\n"
+    "node-0:41:90 [0] NCCL INFO Using network Socket\n"
+)
+INFINIBAND = (
+    "node-0:41:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>\n"
+    "node-0:41:90 [0] NCCL INFO Using network IB\n"
+)
+
+
+def test_a_host_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# the cluster\n\nnode-0 slots=8  \nadmin@node-1\tslots=4\n")
+    assert read_hosts(path) == {"node-0": 8, "admin@node-1": 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("node-0 slots=8\nnode-1 lots=8\n", "line 2 is 'node-1 lots=8': write it as `node-0 slots=8`"),
+        ("node-0\n", "line 1 is 'node-0': write it as"),
+        ("node-0 slots=8 # fast\n", "line 1 is 'node-0 slots=8 # fast': write it as"),
+        ("node-0 slots=8\n\nnode-0 slots=8\n", "line 3: node-0 stands there twice: add up its slots in one line"),
+        ("node-0 slots=0\n", "line 1: node-0 has no slots"),
+        ("# nothing\n", "it names no host: write lines such as"),
+    ],
+)
+def test_a_bad_host_file_is_refused_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(TrainerError) as error:
+        read_hosts(path)
+    assert str(error.value).startswith(f"{path}: 1 problem(s)\n  - {problem}")
+
+
+def test_a_host_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="cannot read .*hosts .*No such file.*: name an existing text file"):
+        read_hosts(tmp_path / "hosts")
+
+
+def test_the_environment_here_holds_over_the_one_at_home(tmp_path: Path) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    assert read_environment(home, here) == {}
+    (home / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth1\nOMP_NUM_THREADS=4\n")
+    (here / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth0\nNCCL_NOTE=it's a b=c\n")
+    expected = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "4", "NCCL_NOTE": "it's a b=c"}
+    assert read_environment(home, here) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("A=1\n\nB=2\n", "line 2 is '': write NAME=value, and no empty lines or comments"),
+        ("# threads\n", "line 1 is '# threads': write NAME=value"),
+        ("OMP_NUM_THREADS 4\n", "line 1 is 'OMP_NUM_THREADS 4': write NAME=value"),
+        ('A="b c"\n', 'line 1: A holds one of " $ ` \\, which a shell reads: deepspeed quotes for you'),
+        ("A=$HOME\n", "line 1: A holds one of"),
+    ],
+)
+def test_a_bad_environment_file_is_refused_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / ".deepspeed_env").write_text(text)
+    with pytest.raises(TrainerError) as error:
+        read_environment(tmp_path / "home", tmp_path)
+    assert f"1 problem(s)\n  - {problem}" in str(error.value)
+
+
+def test_settings_that_no_other_node_gets_are_named() -> None:
+    here = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "PYTHONPATH": "/work"}
+    assert left_behind(here, {"OMP_NUM_THREADS": "4"}, gpus=True) == ["GLOO_SOCKET_IFNAME"]
+    assert left_behind(here, {"OMP_NUM_THREADS": "2"}, gpus=False) == [
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+    ]
+
+
+def test_a_fall_to_tcp_is_warned_about() -> None:
+    assert (spoken(SOCKET), spoken(INFINIBAND), spoken("")) == ("Socket", "IB", "")
+    assert falls_to_tcp(SOCKET).startswith("NCCL speaks over TCP, ")
+    assert falls_to_tcp(INFINIBAND) == falls_to_tcp("") == ""
+
+
+def test_infiniband_ports_that_are_up_are_named(tmp_path: Path) -> None:
+    assert ports(tmp_path / "none") == []
+    for device, state in {"mlx5_0": "4: ACTIVE\n", "mlx5_1": "1: DOWN\n"}.items():
+        port = tmp_path / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert ports(tmp_path) == ["mlx5_0:1 400 Gb/sec (4X NDR)"]
+
+
+def test_two_ranks_say_that_they_are_ready(tiny_shards: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, tiny_shards, 4, run={"ranks": 2})
+    (first, told), (second, _) = ranks.finish(ranks.fork(2, "trainer/preflight.py", "--config", str(path)))
+    assert (first, second) == (0, 0), told
+    assert "2 rank(s) met in " in told and "ranks 0 and 1: " in told
+    assert "is written by rank 0 and seen by every node" in told and "all-reduce of 64 MiB over gloo: " in told
+    assert told.splitlines()[-1] == "lambert: ready"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        ({"ranks": 16}, [], "2 rank(s) were started but run.ranks is 16"),
+        ({}, ["--hostfile", "HOSTS"], "hosts has 8 slots, but 2 ranks were started: start them with it"),
+    ],
+)
+def test_too_few_ranks_are_refused(
+    tiny_shards: Path, tmp_path: Path, run: dict[str, Any], options: list[str], message: str
+) -> None:
+    """deepspeed starts one node alone where it does not find its host file."""
+    (tmp_path / "hosts").write_text("node-0 slots=8\n")
+    path = write_config(tmp_path, tiny_shards, 4, run=run)
+    words = [str(tmp_path / "hosts") if word == "HOSTS" else word for word in options]
+    forked = ranks.fork(2, "trainer/preflight.py", "--config", str(path), *words)
+    forked[0].process.join(60)
+    forked[1].kill()  # as a launcher does: it would wait for rank 0
+    (code, output), _ = ranks.finish(forked)
+    assert (code, message in output) == (2, True), output

@@ -1,0 +1,87 @@
+"""What ``deepspeed`` reads before it starts ranks elsewhere: a host file, and ``.deepspeed_env``.
+
+It goes on on one node where the first is missing, and stops at a bad line of either without saying which; here both are
+refused beforehand, with the line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.errors import TrainerError
+
+ENVIRONMENT = ".deepspeed_env"
+FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX")  # prefixes that deepspeed passes on by itself; on GPUs also NCCL
+
+
+def read_hosts(path: Path) -> dict[str, int]:
+    """Ranks ("slots") by host. Raises TrainerError that lists every bad line, or says that there is no such file."""
+    hosts: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        line = line.strip()
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if line == "" or line.startswith("#"):
+            continue
+        if match is None:
+            problems.append(f"line {number} is {line!r}: write it as `node-0 slots=8`")
+        elif int(match[2]) == 0:
+            problems.append(f"line {number}: {match[1]} has no slots: give it its number of GPUs, or remove the line")
+        elif match[1] in hosts:
+            problems.append(f"line {number}: {match[1]} stands there twice: add up its slots in one line")
+        else:
+            hosts[match[1]] = int(match[2])
+    if not hosts and not problems:
+        problems.append("it names no host: write lines such as `node-0 slots=8`")
+    _refuse(path, problems)
+    return hosts
+
+
+def read_environment(home: Path, here: Path) -> dict[str, str]:
+    """Variables that ``deepspeed`` gives every rank, of the files at home and here; the latter's hold.
+
+    Raises TrainerError that lists every bad line of one.
+    """
+    found: dict[str, str] = {}
+    for path in (home / ENVIRONMENT, here / ENVIRONMENT):
+        if path.is_file():
+            found |= _variables(path)
+    return found
+
+
+def _variables(path: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    problems = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        name, equals, value = line.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()):  # deepspeed knows no comments either
+            problems.append(f"line {number} is {line!r}: write NAME=value, and no empty lines or comments")
+        elif re.search(r'["$`\\]', value):
+            problems.append(
+                f'line {number}: {name} holds one of " $ ` \\, which a shell reads: deepspeed quotes for you'
+            )
+        else:
+            found[name.strip()] = value.strip()
+    _refuse(path, problems)
+    return found
+
+
+def left_behind(settings: Mapping[str, str], given: Mapping[str, str], gpus: bool) -> list[str]:
+    """Names of this shell's settings that ``deepspeed`` gives no other node, or gives another value."""
+    prefixes = (*FORWARDED, "NCCL") if gpus else FORWARDED
+    names = [name for name in sorted(settings) if name in given or not name.startswith(prefixes)]
+    return [name for name in names if given.get(name) != settings[name]]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainerError(f"cannot read {path} ({error}): name an existing text file") from None
+
+
+def _refuse(path: Path, problems: list[str]) -> None:
+    if problems:
+        raise TrainerError("\n  - ".join([f"{path}: {len(problems)} problem(s)", *problems]))

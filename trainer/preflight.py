@@ -1,0 +1,120 @@
+"""Before the night: everything that a run needs of its nodes, tried in seconds and said, under the run's own launcher.
+
+    python -m trainer.preflight --config run.yaml --hostfile hosts         # alone: what deepspeed will read
+    deepspeed --hostfile hosts --module trainer.preflight --config run.yaml   # or torchrun, mpirun, srun, …
+
+Ranks meet as the run's do, and are refused for the same reasons; then they sum numbers and say how fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer import hostfile
+from trainer.__main__ import guard, meet, prepare
+from trainer.config import Config
+from trainer.data import PhaseData
+from trainer.errors import TrainerError
+from trainer.exits import DONE
+from trainer.journal import say
+from trainer.meeting import numbers
+from trainer.network import ports
+from trainer.world import World, leave, require_shared, settings, speaks_first, together
+
+MEBIBYTES = 64  # of the sum that is timed
+TRIES = 5
+
+
+def main() -> None:
+    """Check, and say what was found. Exit code 0 when the run can start, 2 with a line where it cannot."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
+    parser.add_argument("--config", required=True, help="the run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
+    parser.add_argument("--hostfile", type=Path, help="of deepspeed: check it, and .deepspeed_env, on this node")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
+    options = parser.parse_args()
+    config, phases, world = prepare(options.config, options.set)
+    guard(world, partial(_try_all, config, phases, world, options.hostfile))
+    if world.is_main:
+        say("ready")
+    leave(DONE)
+
+
+def _try_all(config: Config, phases: list[PhaseData], world: World, hosts: Path | None) -> None:
+    if hosts is not None and speaks_first():
+        _say_what_deepspeed_reads(hosts, world)
+    began = time.perf_counter()
+    meet(config, phases, world)
+    if world.is_main:
+        seconds = time.perf_counter() - began
+        say(f"{world.size} rank(s) met in {seconds:.1f} s, with the same code, versions, configuration and shards")
+        say(f"settings: {', '.join(f'{name}={value}' for name, value in sorted(settings().items())) or 'none'}")
+    _say_node(world)
+    _share(config, world)
+    _time_sum(world)
+
+
+def _say_what_deepspeed_reads(path: Path, world: World) -> None:
+    hosts = hostfile.read_hosts(path)
+    slots = sum(hosts.values())
+    say(f"{path}: {len(hosts)} nodes, {slots} ranks: {', '.join(f'{host} {count}' for host, count in hosts.items())}")
+    if world.size not in (1, slots):
+        raise TrainerError(f"{path} has {slots} slots, but {world.size} ranks were started: start them with it")
+    given = hostfile.read_environment(Path.home(), Path.cwd())
+    say(f"{hostfile.ENVIRONMENT} gives every rank: {', '.join(given) or 'nothing'}")
+    left = hostfile.left_behind(settings(), given, world.device.type == "cuda")
+    if left and len(hosts) > 1 and world.size == 1:
+        say(f"warning: set here, but not for the ranks: {', '.join(left)}; write them into {hostfile.ENVIRONMENT}")
+
+
+def _say_node(world: World) -> None:
+    if world.is_local_main:
+        name = (
+            torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+        )
+        up = ", ".join(ports()) or "no InfiniBand port that is up"
+        place = numbers(range(world.rank, world.rank + world.local_size))
+        say(f"{socket.gethostname()}: {place}: {name}; {up}")
+
+
+def _share(config: Config, world: World) -> None:
+    """The run's folder can be written by rank 0 and seen by every node; what was made for the trial is gone after."""
+    folder = Path(config.run.folder)
+    was_there = folder.exists()
+    together(lambda: folder.mkdir(parents=True, exist_ok=True) if world.is_main else None, world)
+    require_shared(folder, world)
+    if world.is_main:
+        free = shutil.disk_usage(folder).free / 2**30
+        say(f"run.folder {folder} is written by rank 0 and seen by every node; {free:,.0f} GiB free")
+        if not was_there:
+            folder.rmdir()
+
+
+def _time_sum(world: World) -> None:
+    """All-reduce as the gradients' is, checked, and its bus bandwidth as nccl-tests define it: 2 (n - 1) / n."""
+    data = torch.ones(MEBIBYTES * 2**18, device=world.device)
+    best = float("inf")
+    for _ in range(TRIES):
+        data.fill_(world.rank + 1)
+        began = time.perf_counter()
+        dist.all_reduce(data)
+        found = data[-1].item()  # waits for the device
+        best = min(best, time.perf_counter() - began)
+        if found != world.size * (world.size + 1) / 2:
+            raise TrainerError(f"rank {world.rank}: the ranks' sum is {found}: a link or a GPU is broken")
+    if world.is_main and world.size > 1:
+        rate = 2 * (world.size - 1) / world.size * MEBIBYTES / 1024 / best
+        say(f"all-reduce of {MEBIBYTES} MiB over {dist.get_backend()}: {1000 * best:.1f} ms, {rate:.1f} GiB/s")
+
+
+if __name__ == "__main__":
+    main()
