@@ -107,6 +107,6 @@ def test_a_rank_that_has_its_data_stops_those_that_wait(tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     forked = ranks.fork(3, str(tmp_path / "waiting.py"))
     wait_for(lambda: all("ready" in rank.log.read_text() for rank in forked), *forked)
-    forked[2].send_signal(signal.SIGTERM)
+    forked[2].send_signal(signal.SIGUSR1)
     ended = ranks.finish(forked, timeout=60)
     assert [code for code, _ in ended] == [75] * 3, ended

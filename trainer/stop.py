@@ -1,4 +1,4 @@
-"""A stop that all ranks agree on: a SIGTERM to any of them ends the run at a step's border, the same for all.
+"""A stop that all ranks agree on: a SIGTERM or SIGUSR1 to any of them ends the run at a step's border, the same one.
 
 They look for it after a step, and while they wait for data that may never come.
 
@@ -27,11 +27,14 @@ from trainer.world import World, leave, say_last
 
 PATIENCE = 2.0  # seconds for a rank to say by itself that it lost another one
 POLL = 0.2  # seconds between two looks of ranks that wait for data
-LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run"}
+LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "deploy.launch"}
+LAUNCHERS |= {"mpirun", "orterun", "prterun", "orted", "prted"}  # Open MPI 4's and 5's, and theirs on other nodes
+# mpirun passes SIGUSR1 on, and waits; at a SIGTERM it kills its ranks within a second
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stop:
-    """Listens from its making on, which every rank does together. A second SIGTERM changes nothing, also in a save."""
+    """Listens from its making on, which every rank does together. A second signal changes nothing, also in a save."""
 
     def __init__(self, world: World, every: int) -> None:
         self.world, self.every = world, every
@@ -42,7 +45,8 @@ class Stop:
         signals, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write)  # written whatever the main thread does
-        signal.signal(signal.SIGTERM, self._ask)
+        for number in SIGNALS:
+            signal.signal(number, self._ask)
         threading.Thread(target=self._watch, args=(signals, others, launchers), name="stop", daemon=True).start()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -78,9 +82,9 @@ class Stop:
         return total.tolist()
 
     def _watch(self, signals: int, others: list[int], launchers: list[int]) -> None:
-        """Wait for a SIGTERM or a launcher's end; from then on, for the end of another rank of this node."""
+        """Wait for a signal or a launcher's end; from then on, for the end of another rank of this node."""
         ready: list[int] = []
-        while not (signals in ready and signal.SIGTERM in os.read(signals, 64)):
+        while not (signals in ready and set(SIGNALS) & set(os.read(signals, 64))):
             ready = _first(signals, *launchers)
             if set(ready) & set(launchers):
                 self.asked = True
