@@ -24,14 +24,14 @@ SAME = {"torch": "2.13.0", "the configuration": "abc"}
 MEET = """
 import sys, trainer.meeting
 from trainer.world import from_launcher, join, leave
-from trainer.errors import TrainerError
+from trainer.errors import LostError, TrainerError
 world = from_launcher("cpu")
 trainer.meeting.SAY_SECONDS = 1
 try:
     print(join(world, int(sys.argv[1]), {"torch": sys.argv[2]}), flush=True)
 except TrainerError as error:
     print(f"error: {error}", flush=True)
-    leave(2)
+    leave(3 if isinstance(error, LostError) else 2)
 leave(0)
 """
 
@@ -99,10 +99,10 @@ def test_a_rank_that_comes_late_is_waited_for(start: Callable[..., subprocess.Po
 def test_a_rank_that_does_not_come_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
     [(code, output)] = ranks.finish([start(0, 2)])
     waiting, error = output.strip().splitlines()
-    assert code == 2 and waiting.startswith("lambert: waiting for rank 1 of 2 at 127.0.0.1:")
+    assert code == 3 and waiting.startswith("lambert: waiting for rank 1 of 2 at 127.0.0.1:")
     assert error.startswith("error: after 2 s rank 1 of 2 have not come to 127.0.0.1:")
     [(code, output)] = ranks.finish([start(1, 3)])
-    assert code == 2 and output.splitlines()[-1].startswith("error: rank 1 cannot meet the other ranks at 127.0.0.1:")
+    assert code == 3 and output.splitlines()[-1].startswith("error: rank 1 cannot meet the other ranks at 127.0.0.1:")
 
 
 def test_ranks_of_two_runs_are_refused_on_both(start: Callable[..., subprocess.Popen[str]]) -> None:

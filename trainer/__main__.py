@@ -14,7 +14,7 @@ from kernels import backend
 from trainer.config import Config, load
 from trainer.data import PhaseData, open_phases
 from trainer.engine import resolve_precision
-from trainer.errors import TrainerError
+from trainer.errors import LostError, TrainerError
 from trainer.exits import DONE, INTERRUPTED, LOST, REFUSED, STOPPED
 from trainer.facts import facts
 from trainer.journal import say
@@ -79,7 +79,8 @@ def guard(world: World, action: Callable[[], Result]) -> Result:
     try:
         return action()
     except TrainerError as error:  # one without a text is another rank's, which says it
-        fail(f"trainer: rank {world.rank}: error: {error}" if str(error) else "")
+        said = f"trainer: rank {world.rank}: error: {error}" if str(error) else ""
+        fail(said, LOST if isinstance(error, LostError) else REFUSED)
     except OSError as error:
         fail(f"trainer: rank {world.rank}: error: {error}")
     except KeyboardInterrupt:

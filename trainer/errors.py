@@ -9,3 +9,7 @@ class TrainerError(Exception):
 
 class NotFiniteError(TrainerError):
     """Gradients that are not finite, which no loss scale could help, before their step was noted."""
+
+
+class LostError(TrainerError):
+    """The other ranks cannot be reached. To start again may help, so it ends the program with exit code 3."""

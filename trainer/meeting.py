@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer.errors import TrainerError
+from trainer.errors import LostError, TrainerError
 
 SAY_SECONDS = 10.0  # between two lines about those who are missing, doubled each time
 LOOK_SECONDS = 0.2  # between two looks
@@ -53,7 +53,7 @@ class Meeting:
 def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.Store, list[str]]:
     """The store that all ranks share from now on; and, on rank 0, in what they differ but may.
 
-    Raises TrainerError when some do not come in time, or when the ranks are not of one run.
+    Raises LostError when some do not come in time, TrainerError when the ranks are not of one run.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     token = uuid.uuid4().hex[:8]  # tells this process's account from one that an earlier attempt left
@@ -65,13 +65,13 @@ def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.S
             verdict = _hear(store, meeting, deadline)
         except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
             if meeting.rank == 0 or time.monotonic() > deadline or isinstance(error, ValueError):
-                raise TrainerError(_cannot(meeting, str(error).split(". ")[0])) from None
+                raise LostError(_cannot(meeting, str(error).split(". ")[0])) from None
             time.sleep(1)  # rank 0 has just ended, or is about to start: another one will come
             continue
         if token in verdict["tokens"]:
             break
         if time.monotonic() > deadline:
-            raise TrainerError(_cannot(meeting, "another run, or an earlier attempt of this one, holds the place"))
+            raise LostError(_cannot(meeting, "another run, or an earlier attempt of this one, holds the place"))
         time.sleep(1)
     if verdict["refusal"]:
         _await_readers(store, meeting)
@@ -105,7 +105,7 @@ def _await_all(store: dist.Store, meeting: Meeting, deadline: float) -> list[tup
         now = time.monotonic()
         said = f"{numbers(missing)} of {meeting.size}"
         if now > deadline:
-            raise TrainerError(
+            raise LostError(
                 f"after {now - began:.0f} s {said} have not come to {meeting.place}: look for their own lines, check "
                 "that their nodes were started and reach this one, or raise run.timeout_seconds"
             )

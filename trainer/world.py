@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from trainer.errors import TrainerError
+from trainer.errors import LostError, TrainerError
 from trainer.launchers import describe
 from trainer.meeting import Account, Meeting, meet
 
@@ -145,7 +145,7 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
     """Make the process group (NCCL on GPUs, gloo on CPUs) and fix what exact repetition needs fixed.
 
     All ranks must come with the same ``facts``. Returns what they may differ in, but should not; on rank 0. Raises
-    TrainerError on all ranks, where some do not come in time, or differ.
+    LostError where some do not come in time, TrainerError on all ranks where they differ.
     """
     told = settings()  # before this adds its own
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # a GPU that is there but not wanted misleads DeepSpeed
@@ -177,7 +177,7 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
             store=store,
         )
     except (RuntimeError, ValueError) as error:
-        raise TrainerError(
+        raise LostError(
             f"rank {world.rank} cannot speak with the others ({str(error).splitlines()[0]}): they have met, so the "
             "network lets some ports through alone, or NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the wrong one"
         ) from None

@@ -1,0 +1,77 @@
+{{- /* The run's configuration, as the user gave it: a mapping, or the text of a file. */ -}}
+{{- define "lambert.given" -}}
+{{- $run := .Values.run -}}
+{{- if kindIs "string" $run -}}
+{{- $run = fromYaml $run -}}
+{{- if hasKey $run "Error" -}}
+{{- fail (printf "run is no YAML: %s" (get $run "Error" | replace "\n" " ")) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $run -}}
+{{- fail "run is empty: give the run's configuration, --set-file run=run.yaml" -}}
+{{- end -}}
+{{- range list "run" "metrics" "checkpoint" "cache" -}}
+{{- if and (hasKey $run .) (not (kindIs "map" (get $run .))) -}}
+{{- fail (printf "run.%s is no mapping: give it keys, or leave it out" .) -}}
+{{- end -}}
+{{- end -}}
+{{- range kindIs "slice" $run.phases | ternary $run.phases list | default (list nil) -}}
+{{- if not (kindIs "map" .) -}}
+{{- fail "run.phases is no list of phases: each is a mapping, and a run needs at least one" -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $run -}}
+{{- end }}
+
+{{- /* The same with what the chart sets. Where a value is there and does not fit, the installation ends. */ -}}
+{{- define "lambert.config" -}}
+{{- $run := include "lambert.given" . | fromYaml -}}
+{{- $path := .Values.runs.path -}}
+{{- $folder := dig "run" "folder" "" $run | default (printf "%s/%s" $path (dig "run" "name" "" $run)) -}}
+{{- if or (not (hasPrefix (printf "%s/" $path) $folder)) (contains ".." $folder) -}}
+{{- fail (printf "run.run.folder is %s: it must lie under runs.path, %s, or be left out" $folder $path) -}}
+{{- end -}}
+{{- $device := ternary "cuda" "cpu" (gt (int .Values.gpus) 0) -}}
+{{- $given := dig "run" "device" "auto" $run -}}
+{{- if not (has $given (list "auto" $device)) -}}
+{{- fail (printf "run.run.device is %s, but gpus is %d: leave the one out or change the other" $given (int .Values.gpus)) -}}
+{{- end -}}
+{{- $port := dig "metrics" "port" .Values.metricsPort $run -}}
+{{- if or (kindIs "invalid" $port) (ne (toString $port) (toString .Values.metricsPort)) -}}
+{{- fail (printf "run.metrics.port is %v, but metricsPort is %d: leave the one out or change the other" $port (int .Values.metricsPort)) -}}
+{{- end -}}
+{{- $ranks := mul .Values.nodes (include "lambert.ranks" (dict "root" .)) -}}
+{{- $given = dig "run" "ranks" $ranks $run -}}
+{{- if ne (toString $given) (toString $ranks) -}}
+{{- fail (printf "run.run.ranks is %v, but nodes and their ranks make %d: leave the one out or change the other" $given $ranks) -}}
+{{- end -}}
+{{- $set := dict "run" (dict "folder" $folder "device" $device "ranks" $ranks) "metrics" (dict "port" .Values.metricsPort) -}}
+{{- if include "lambert.remote" . -}}
+{{- $set = set $set "cache" (dict "folder" "/shards") -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $run $set) -}}
+{{- end }}
+
+{{- /* Where the phases' shards are, a line each: "phases.0.train /data/train-128". */ -}}
+{{- define "lambert.shards" -}}
+{{- range $number, $phase := (include "lambert.given" . | fromYaml).phases -}}
+{{- range $key := list "train" "heldout" -}}
+{{- with get $phase $key -}}
+{{ printf "phases.%d.%s %s\n" $number $key . }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- /* Not empty if shards come from addresses. */ -}}
+{{- define "lambert.remote" -}}
+{{- if contains "://" (include "lambert.shards" .) }}yes{{ end -}}
+{{- end }}
+
+{{- /* Seconds that a stop may take: until the ranks look, an evaluation and the save, twice; and the last scrape. */ -}}
+{{- define "lambert.grace" -}}
+{{- $metrics := dig "metrics" (dict) (include "lambert.given" . | fromYaml) -}}
+{{- $steps := mulf (dig "log_every_steps" 10 $metrics) .Values.stepSeconds -}}
+{{- $stop := addf (mulf 2 (addf $steps .Values.saveSeconds (.Values.evaluationSeconds | default 0))) (dig "linger_seconds" 20 $metrics) -}}
+{{ add 15 (ceil $stop) }}
+{{- end }}
