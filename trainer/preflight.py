@@ -28,7 +28,7 @@ from trainer.exits import DONE
 from trainer.journal import say
 from trainer.meeting import numbers
 from trainer.network import ports
-from trainer.world import World, leave, require_shared, settings, speaks_first, together
+from trainer.world import World, leave, require_shared, settings, together
 
 MEBIBYTES = 64  # of the sum that is timed
 TRIES = 5
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _try_all(config: Config, phases: list[PhaseData], world: World, hosts: Path | None) -> None:
-    if hosts is not None and speaks_first():
+    if hosts is not None and world.is_main:
         _say_what_deepspeed_reads(hosts, world)
     began = time.perf_counter()
     meet(config, phases, world)

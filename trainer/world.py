@@ -130,9 +130,9 @@ def _meeting_place_by_mpi() -> dict[str, str]:
 
 
 def speaks_first() -> bool:
-    """True on the process that reports what all of them find before they met."""
+    """True on the process of each node that reports what all of them find before they met."""
     with suppress(TrainerError):
-        return describe(os.environ).get("RANK", "0") == "0"
+        return describe(os.environ).get("LOCAL_RANK", "0") == "0"
     return True
 
 

@@ -1,0 +1,113 @@
+"""A node's place in the run, by options or by torchrun's own variables, which Kubeflow and our chart set."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trainer.exits import REFUSED
+
+SETTINGS = {  # option: torchrun's variable for it, and what it says
+    "--nproc-per-node": ("PET_NPROC_PER_NODE", "ranks on each node: a number, gpu, cpu (one a core) or auto (default)"),
+    "--nnodes": ("PET_NNODES", "nodes of the run (default: 1)"),
+    "--node-rank": ("PET_NODE_RANK", "which of several nodes this is, from 0"),
+    "--master-addr": ("PET_MASTER_ADDR", "host of node 0, where several nodes meet"),
+    "--master-port": ("PET_MASTER_PORT", "the port there (default: 29500)"),
+}
+NAMED = ("auto", "gpu", "cpu")  # numbers of ranks; auto: one without GPUs
+
+
+class LaunchError(Exception):
+    """Ends the launch before a rank was started, with these lines and an exit code."""
+
+    def __init__(self, *lines: str, code: int = REFUSED) -> None:
+        super().__init__("\n".join(f"lambert: {line}" for line in lines))
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of ``nodes`` nodes, each with as many ranks."""
+
+    number: int
+    nodes: int
+    ranks: int
+    address: str
+    port: int
+
+    @property
+    def first(self) -> int:
+        """The rank of its local rank 0."""
+        return self.number * self.ranks
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """What tells a rank its place."""
+        return {
+            "RANK": str(self.first + local_rank),
+            "WORLD_SIZE": str(self.nodes * self.ranks),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }
+
+    def __str__(self) -> str:
+        ranks = f"ranks {self.first} to {self.first + self.ranks - 1}" if self.ranks > 1 else f"rank {self.first}"
+        place = f"node {self.number} of {self.nodes}: {ranks} of {self.nodes * self.ranks}"
+        return f"{place}, meeting at {self.address}:{self.port}"
+
+
+def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count_gpus: Callable[[], int]) -> Node:
+    """This node's place. ``given``: the value of each option in SETTINGS, if any; what is empty is not set.
+
+    One node alone meets on its own loopback, at a free port. Raises LaunchError with a line for each problem.
+    """
+    texts = {option: given.get(option) or environ.get(name) or "" for option, (name, _) in SETTINGS.items()}
+    sources = {option: option if given.get(option) else name for option, (name, _) in SETTINGS.items()}
+    problems: list[str] = []
+
+    def number(option: str, default: int, least: int = 1, most: int = 2**31, also: str = "") -> int:
+        text = texts[option] or str(default)
+        if text.isdecimal() and least <= int(text) <= most:
+            return int(text)
+        limit = f"{least} to {most}" if most < 2**31 else f"{least} on"
+        problems.append(f"error: {sources[option]} is {text!r}: make it a whole number from {limit}{also}")
+        return default
+
+    nodes = number("--nnodes", 1)
+    place = number("--node-rank", 0, least=0)
+    port = number("--master-port", 29500, most=65535)
+    ranks = texts["--nproc-per-node"] or "auto"
+    if ranks not in NAMED:
+        number("--nproc-per-node", 1, also=f", or {', '.join(NAMED)}")
+    if place >= nodes and not problems:
+        problems.append(f"error: {sources['--node-rank']} is {place}: of {nodes} nodes, the last one is {nodes - 1}")
+    if nodes > 1 and not texts["--node-rank"]:
+        problems.append(f"error: {nodes} nodes, but not which of them this is: set --node-rank or PET_NODE_RANK")
+    if nodes > 1 and not texts["--master-addr"]:
+        problems.append(f"error: {nodes} nodes, but not where they meet: set --master-addr or PET_MASTER_ADDR")
+    if problems:
+        raise LaunchError(*problems)
+    count = _count_ranks(ranks, count_gpus)
+    if nodes == 1:
+        return Node(0, 1, count, "127.0.0.1", _free_port())
+    return Node(place, nodes, count, texts["--master-addr"], port)
+
+
+def _count_ranks(text: str, count_gpus: Callable[[], int]) -> int:
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if text not in NAMED:
+        return int(text)
+    gpus = count_gpus()
+    if gpus == 0 and text == "gpu":
+        raise LaunchError("error: one rank a GPU was asked for, but PyTorch sees none: give a number of ranks")
+    return gpus or 1
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
