@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -173,3 +175,20 @@ def test_a_rank_that_is_lost_is_told_with_step_and_operation(tiny_shards: Path, 
     assert code == 3
     [line] = [line for line in output.splitlines() if "lost contact" in line]
     assert "(after step " in line and " in trainer/" in line, line
+
+
+def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_configuration_says(
+    tiny_shards: Path, tmp_path: Path
+) -> None:
+    """Also in DeepSpeed's own groups, which would wait for half an hour."""
+    path = write_config(tmp_path, tiny_shards, 1_000_000, run={"timeout_seconds": 5}, metrics={"log_every_steps": 1000})
+    forked = ranks.fork(2, "trainer/__main__.py", "--config", str(path))
+    wait_for(lambda: (tmp_path / "run" / "step-00000010" / "checkpoint.json").exists(), *forked)
+    forked[1].send_signal(signal.SIGSTOP)
+    try:
+        code, output = ranks.finish(forked[:1], timeout=60)[0]
+    finally:
+        forked[1].kill()
+    assert code == 3
+    [line] = [line for line in output.splitlines() if "lost contact" in line]
+    assert re.search(r"rank 0: .*\(after step \d+, \w+ in trainer/\w+\.py, \w+: .*(?i:timed out)", line), line

@@ -29,7 +29,7 @@ from trainer.state import TrainState
 from trainer.stop import Stop
 from trainer.stopwatch import Stopwatch
 from trainer.weights import start_from
-from trainer.world import World, broadcast_text, nccl_said, require_shared, together
+from trainer.world import World, broadcast_text, limit_waits, nccl_said, require_shared, together
 
 ENDED = "ended.json"  # in the run's folder: {"how": "done" or "stopped", "step": …}
 
@@ -50,6 +50,7 @@ class Run:
         except BaseException as error:
             self.fail(error)
             raise
+        limit_waits(config.run.timeout_seconds)
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self.saved = -1  # the step of the newest checkpoint
 

@@ -215,6 +215,12 @@ def _nccl_log() -> str:
     return os.path.join(tempfile.gettempdir(), f"lambert-nccl-{os.getpid()}.log")
 
 
+def limit_waits(seconds: int) -> None:
+    """Collectives of all groups there are end after so long. DeepSpeed makes its own with the default of half an hour."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 def require_shared(folder: Path, world: World) -> None:
     """Every rank calls it, with a folder that rank 0 has made. Raises TrainerError where a node has its own instead."""
     if world.local_size == world.size:
