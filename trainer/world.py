@@ -216,7 +216,7 @@ def _nccl_log() -> str:
 
 
 def limit_waits(seconds: int) -> None:
-    """Collectives of all groups there are end after so long. DeepSpeed makes its own with the default of half an hour."""
+    """Collectives of all groups there are end after so long. DeepSpeed makes its own with a default of half an hour."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
