@@ -61,7 +61,7 @@ def start_ranks(size: int, *arguments: str, runner: tuple[str, ...] = ("-m", "mp
 
 
 def finish_ranks(*line: str, runner: tuple[str, ...] = ("-m", "mpi4py")) -> tuple[int, str, list[str]]:
-    """As :func:`finish`, of three ranks; once more where mpirun itself crashed, as it rarely does while it ends them."""
+    """As :func:`finish`, of three ranks; once more where mpirun itself crashed, as it rarely does at an end."""
     ended = finish(start_ranks(3, *line, runner=runner))
     return finish(start_ranks(3, *line, runner=runner)) if ended[0] == -signal.SIGSEGV else ended
 

@@ -1,0 +1,279 @@
+"""Collects what a host without network installs: python -m deploy.wheels --python 3.12 --platform P --out wheels
+
+Every package of requirements.lock as a wheel that fits the named Python and platform, and what those need beside the
+lock: PyTorch's CUDA libraries. Nothing of this machine's Python counts. Then the folder is checked against itself: each
+need of each wheel, as it stands on that host, must be in it, and fit. Beside the wheels it holds
+
+    requirements.txt    the one list that is installed, with hashes, which pip checks
+    SHA256SUMS          for `sha256sum --check` after the journey
+
+There is a folder only if all of this is so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from functools import cached_property
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+
+LOCK = Path(__file__).resolve().parent.parent / "requirements.lock"
+SOURCES = ("deepspeed",)  # on the index without a wheel: built here, and the same for every platform
+LEGACY = {  # names of some manylinux tags before they told their glibc
+    "x86_64": {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"},
+    "aarch64": {17: "manylinux2014"},
+}
+ROUNDS = 5  # of asking what the wheels need: PyTorch needs cuda-toolkit, which needs nvidia-cublas, and so on
+
+
+class WheelsError(RuntimeError):
+    """There is no whole folder of wheels; the text says what is missing, in one line."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The host that installs: its Python, its processor, and the glibc that it has at least."""
+
+    python: tuple[int, int]
+    machine: str
+    glibc: int  # 28 of 2.28
+
+    @cached_property
+    def platforms(self) -> list[str]:
+        """Its platform tags, the newest first: a wheel for an older glibc fits, too."""
+        names = []
+        for minor in range(self.glibc, 4, -1):
+            names.append(f"manylinux_2_{minor}_{self.machine}")
+            if minor in LEGACY[self.machine]:
+                names.append(f"{LEGACY[self.machine][minor]}_{self.machine}")
+        return [*names, f"linux_{self.machine}"]
+
+    @cached_property
+    def tags(self) -> set[Tag]:
+        """The tags of wheels that fit."""
+        interpreter = "cp{}{}".format(*self.python)
+        own = cpython_tags(self.python, platforms=self.platforms)
+        return {*own, *compatible_tags(self.python, interpreter, self.platforms)}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the conditions of requirements are asked about."""
+        version = "{}.{}".format(*self.python)
+        return {
+            **{
+                "python_version": version,
+                "python_full_version": f"{version}.0",
+                "implementation_version": f"{version}.0",
+            },
+            **{"implementation_name": "cpython", "platform_python_implementation": "CPython", "os_name": "posix"},
+            **{"sys_platform": "linux", "platform_system": "Linux", "platform_machine": self.machine},
+            **{"platform_release": "", "platform_version": ""},
+        }
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel: what its name says, and what it needs."""
+
+    path: Path
+    name: str
+    version: Version
+    tags: frozenset[Tag]
+    needs: tuple[Requirement, ...]
+
+
+def read_target(python: str, platform: str) -> Target:
+    """The target that a user names, ("3.12", "manylinux_2_28_x86_64"). Raises WheelsError."""
+    version, place = re.fullmatch(r"3\.(\d+)", python), re.fullmatch(r"manylinux_2_(\d+)_(\w+)", platform)
+    if version is None:
+        raise WheelsError(f"--python is {python!r}: must be like 3.12")
+    if place is None or place[2] not in LEGACY:
+        raise WheelsError(f"--platform is {platform!r}: must be like manylinux_2_28_x86_64 or manylinux_2_28_aarch64")
+    return Target((3, int(version[1])), place[2], int(place[1]))
+
+
+def read_wheel(path: Path) -> Wheel:
+    """A wheel's own words. Raises WheelsError where the file is none."""
+    try:
+        name, version, _, tags = parse_wheel_filename(path.name)
+        with zipfile.ZipFile(path) as archive:
+            (member,) = (entry for entry in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", entry))
+            told = HeaderParser().parsestr(archive.read(member).decode("utf-8"))
+        needs = tuple(map(Requirement, told.get_all("Requires-Dist", [])))
+    except (ValueError, zipfile.BadZipFile, InvalidRequirement) as error:
+        raise WheelsError(f"{path.name} is no wheel that can be read: {error}") from None
+    return Wheel(path, canonicalize_name(name), version, tags, needs)
+
+
+def read_lock(text: str, exclude: Iterable[str]) -> list[Requirement]:
+    """The requirements of a lock but for the excluded. Raises WheelsError for an excluded one that is not there."""
+    requirements = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+    left_out = {canonicalize_name(name) for name in exclude}
+    if unknown := left_out - {canonicalize_name(requirement.name) for requirement in requirements}:
+        raise WheelsError(f"--exclude names {', '.join(sorted(unknown))}, which requirements.lock has not")
+    return [requirement for requirement in requirements if canonicalize_name(requirement.name) not in left_out]
+
+
+def needed(
+    lock: list[Requirement], wheels: Iterable[Wheel], target: Target
+) -> dict[str, list[tuple[Requirement, str]]]:
+    """All that must be there, by package: what is required of it, and who does. Follows the wheels that are there."""
+    there = {wheel.name: wheel for wheel in wheels}
+    found: dict[str, list[tuple[Requirement, str]]] = {}
+    done: set[tuple[str, str]] = set()
+    waiting = [(requirement, "requirements.lock") for requirement in lock]
+    while waiting:
+        requirement, by = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        found.setdefault(name, []).append((requirement, by))
+        for extra in ("", *sorted(requirement.extras)):
+            if name not in there or (name, extra) in done:
+                continue
+            done.add((name, extra))
+            around = target.environment | {"extra": extra}
+            for need in there[name].needs:
+                if need.marker is None or need.marker.evaluate(around):
+                    waiting.append((need, f"{name} {there[name].version}"))
+    return found
+
+
+def problems(lock: list[Requirement], wheels: list[Wheel], target: Target, exclude: set[str]) -> list[str]:
+    """What is not as the host needs it; empty: the folder is whole. ``exclude``: canonical names that the host has."""
+    there = {wheel.name: wheel for wheel in wheels}
+    found = [f"{wheel.path.name} does not fit" for wheel in wheels if not wheel.tags & target.tags]
+    for name, reasons in sorted(needed(lock, wheels, target).items()):
+        if name in exclude:
+            continue
+        for requirement, by in reasons:
+            if name not in there:
+                found.append(f"{name} is missing ({by})")
+                break
+            if not requirement.specifier.contains(there[name].version, prereleases=True):
+                found.append(f"{by} needs {name}{requirement.specifier}, not {there[name].version}")
+    return found
+
+
+def collect(lock: list[Requirement], folder: Path, target: Target, options: argparse.Namespace) -> list[Wheel]:
+    """Fill a folder with wheels: the lock's, then, in rounds, what they need beside it."""
+    exclude = {canonicalize_name(name) for name in options.exclude}
+    built = [str(need) for need in lock if canonicalize_name(need.name) in SOURCES]
+    wanted = [str(need) for need in lock if canonicalize_name(need.name) not in SOURCES]
+    pip("wheel", built, folder, ["--no-build-isolation"])  # which would fetch another PyTorch, to look at
+    only = ["--only-binary=:all:", "--implementation=cp", "--python-version={}.{}".format(*target.python)]
+    only += [f"--platform={name}" for name in target.platforms]
+    only += [f"--extra-index-url={options.torch_index}"] if options.torch_index else []
+    for _ in range(ROUNDS):
+        pip("download", wanted, folder, only)
+        wheels = [read_wheel(path) for path in sorted(folder.glob("*.whl"))]
+        there = {wheel.name for wheel in wheels} | exclude
+        wanted = [
+            name + str(together([requirement for requirement, _ in reasons]))
+            for name, reasons in sorted(needed(lock, wheels, target).items())
+            if name not in there
+        ]
+        if not wanted:
+            break
+    return wheels
+
+
+def together(requirements: list[Requirement]) -> str:
+    """All that is required of one package."""
+    return ",".join(sorted({str(requirement.specifier) for requirement in requirements} - {""}))
+
+
+def pip(command: str, requirements: list[str], folder: Path, options: list[str]) -> None:
+    """Put wheels of exactly these into the folder. Raises WheelsError with pip's own line."""
+    if not requirements:
+        return
+    begin = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", command, "--no-deps", *options]
+    place = ["--dest" if command == "download" else "--wheel-dir", str(folder)]
+    done = subprocess.run(
+        [*begin, *place, *requirements],
+        env=os.environ | {"DS_BUILD_OPS": "0"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
+        raise WheelsError(f"pip {command}: {' '.join(errors)[-600:]}")
+
+
+def write_lists(wheels: list[Wheel], folder: Path) -> None:
+    """requirements.txt and SHA256SUMS."""
+    sums = {wheel: file_sha256(wheel.path) for wheel in wheels}
+    pinned = [f"{wheel.name}=={wheel.version} --hash=sha256:{sums[wheel]}\n" for wheel in wheels]
+    (folder / "requirements.txt").write_text("".join(pinned), encoding="utf-8")
+    lines = [f"{sums[wheel]}  {wheel.path.name}\n" for wheel in wheels]
+    lines.append(f"{file_sha256(folder / 'requirements.txt')}  requirements.txt\n")
+    (folder / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+
+
+def file_sha256(path: Path) -> str:
+    """A file's sha256, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def run(options: argparse.Namespace) -> str:
+    """Collect, check, and put the folder in its place; how to install from it. Raises WheelsError."""
+    target = read_target(options.python, options.platform)
+    out: Path = options.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise WheelsError(f"{out} is there already: name a new folder, or remove it")
+    lock = read_lock(options.lock.read_text(encoding="utf-8"), options.exclude)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        wheels = collect(lock, folder, target, options)
+        if found := problems(lock, wheels, target, {canonicalize_name(name) for name in options.exclude}):
+            raise WheelsError("; ".join(found))
+        write_lists(wheels, folder)
+        folder.chmod(0o755)
+        folder.replace(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # still there only if it is not whole
+    size = sum(path.stat().st_size for path in out.iterdir())
+    python = f"python{options.python}"
+    return (
+        f"{len(wheels)} wheels, {size / 1e6:.0f} MB. On the host, in a virtual environment of {python}:\n"
+        f"    (cd {out} && sha256sum --check --quiet SHA256SUMS)\n"
+        f"    pip install --no-index --no-deps --find-links {out} --requirement {out}/requirements.txt"
+    )
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.wheels", description="Wheels for a host without network.")
+    parser.add_argument("--python", required=True, metavar="3.12", help="the host's Python")
+    parser.add_argument("--platform", required=True, metavar="manylinux_2_28_x86_64", help="its glibc and processor")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--torch-index", metavar="URL", help="one more index, for another build of PyTorch")
+    parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help="what the host has; repeatable")
+    parser.add_argument("--lock", type=Path, default=LOCK, help=argparse.SUPPRESS)
+    try:
+        print(run(parser.parse_args()))
+    except WheelsError as error:
+        print(f"wheels: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A run of two hosts with real sshds: the same under each launcher, and what its user has set arrives everywhere.
+
+Three of the launchers; tests/fault_table.py starts the others, and hits all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+from launches import LAUNCHERS, SETTINGS, TIMEOUT, Site, Started, losses, site
+from programs import program
+from runs import write_config
+from sshd import command_of, environment_of, wait_for
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    program("pdsh")
+    with site(tmp_path_factory.mktemp("site") / "home") as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks without any launcher or network say of each step."""
+    folder = tmp_path_factory.mktemp("expected")
+    config = configure(folder, tiny_shards)
+    script = str(ranks.ROOT / "tests/trainer_on_ranks.py")
+    told = ["--config", str(config), "--set", f"run.folder={folder / 'run'}"]
+    done = ranks.finish(ranks.fork(2, script, str(folder), "[]", *told))
+    assert [code for code, _ in done] == [0, 0], done
+    return losses(folder / "run")
+
+
+def configure(folder: Path, shards: Path) -> Path:
+    return write_config(folder, shards, STEPS, run={"device": "cpu"}, metrics={"log_every_steps": 1})
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed, pdsh", "torchrun, PET_*", "deploy.launch"])
+def test_the_losses_are_the_same_and_settings_arrive(
+    launcher: str, cluster: Site, expected: list[dict[str, Any]], tiny_shards: Path, tmp_path: Path
+) -> None:
+    run = Started(cluster, LAUNCHERS[launcher](), configure(tmp_path, tiny_shards), tmp_path / "log")
+    try:
+        assert wait_for(lambda: run.ended() or len(run.ranks()) == 2, TIMEOUT), run.output()
+        given = [environment_of(rank) for rank in run.ranks()]
+        assert [{name: words.get(name) for name in SETTINGS} for words in given] == [SETTINGS, SETTINGS], run.output()
+        assert set(run.codes()) == {0}, run.output()
+        assert losses(run.folder) == expected
+        assert wait_for(lambda: not run.pids()), [command_of(pid) for pid in run.pids()]
+    finally:
+        run.clear()
