@@ -24,10 +24,6 @@ PACKAGES = {  # program: the package that holds it, and others that it needs and
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server libwrap0",
     "pdsh": "pdsh libgenders0",
-    "munged": "munge",
-    "slurmctld": "slurmctld slurm-wlm-basic-plugins",
-    "slurmd": "slurmd",
-    "srun": "slurm-client",
 }
 
 

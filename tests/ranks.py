@@ -105,16 +105,18 @@ def fork(size: int, script: str, *arguments: str) -> list[Forked]:
 
     The ranks are processes of their own; they are forked from a server that has imported everything.
     """
-    port, folder = free_port(), Path(tempfile.mkdtemp(dir=_logs().name))
-    forked = []
-    for rank in range(size):
-        log = folder / f"rank-{rank}.log"
-        told = ({**environment(rank, size, port), "CUDA_VISIBLE_DEVICES": ""}, script, arguments, log)
-        log.touch()
-        process = _server().Process(target=_become, args=told, daemon=True)
-        process.start()
-        forked.append(Forked(process, log))
-    return forked
+    port = free_port()
+    return [fork_one(rank, size, port, script, *arguments) for rank in range(size)]
+
+
+def fork_one(rank: int, size: int, port: int, script: str, *arguments: str, **settings: str) -> Forked:
+    """One of the ranks of :func:`fork`, with settings of its own in its environment."""
+    log = Path(tempfile.mkdtemp(dir=_logs().name)) / f"rank-{rank}.log"
+    told = ({**environment(rank, size, port), "CUDA_VISIBLE_DEVICES": "", **settings}, script, arguments, log)
+    log.touch()
+    process = _server().Process(target=_become, args=told, daemon=True)
+    process.start()
+    return Forked(process, log)
 
 
 def finish(processes: Sequence[Rank], timeout: float = 240) -> list[tuple[int, str]]:

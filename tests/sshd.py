@@ -149,6 +149,9 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True))
         (folder / "sshd_config").write_text(SSHD.format(folder=folder, temporary=temporary))
         cluster = stack.enter_context(nodes.cluster(count))
+        for path in NETNS.glob(f"{nodes.NAME}-*"):  # of a process that was killed before it could clean up
+            if not Path("/proc", path.stem.removeprefix(f"{nodes.NAME}-")).exists():
+                shutil.rmtree(path, ignore_errors=True)
         table = {f"node-{number}": node for number, node in enumerate(cluster)}
         yield [stack.enter_context(_booted(name, table, folder, Path(temporary))) for name in table]
 

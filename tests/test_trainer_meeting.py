@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -39,23 +37,18 @@ leave(0)
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., ranks.Forked]]:
     """Starts one rank of two that meets the other and ends; what is left of them at the end is killed."""
-    port, begun = ranks.free_port(), []
+    port, begun = ranks.free_port(), list[ranks.Forked]()
+    (tmp_path / "meet.py").write_text(MEET)
 
-    def begin(rank: int, seconds: int, version: str = "1", **settings: str) -> subprocess.Popen[str]:
-        environment = ranks.environment(rank, 2, port) | settings
-        words = [sys.executable, "-c", MEET, str(seconds), version]
-        pipe = subprocess.PIPE
-        begun.append(
-            subprocess.Popen(words, env=environment, cwd=ranks.ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        )
+    def begin(rank: int, seconds: int, version: str = "1", **settings: str) -> ranks.Forked:
+        begun.append(ranks.fork_one(rank, 2, port, str(tmp_path / "meet.py"), str(seconds), version, **settings))
         return begun[-1]
 
     yield begin
     for process in begun:
         process.kill()
-        process.communicate()
 
 
 def accounts(*facts: dict[str, str], gpus: tuple[str, ...] = ()) -> list[Account]:
@@ -89,16 +82,16 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
     assert found == ["ranks 2 and 3 (node-1) share one GPU: start at most one rank for each"]
 
 
-def test_a_rank_that_comes_late_is_waited_for(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_rank_that_comes_late_is_waited_for(start: Callable[..., ranks.Forked]) -> None:
     """Also when rank 0 is the late one, whose host does not even answer yet."""
     for late in (1, 0):
         early = start(1 - late, 60)
-        time.sleep(4 if late == 0 else 2)
-        assert early.poll() is None
-        assert [process.wait(60) for process in (early, start(late, 60))] == [0, 0]
+        time.sleep(3)
+        assert early.returncode is None
+        assert [code for code, _ in ranks.finish([early, start(late, 60)])] == [0, 0]
 
 
-def test_a_rank_that_does_not_come_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_rank_that_does_not_come_is_named(start: Callable[..., ranks.Forked]) -> None:
     [(code, output)] = ranks.finish([start(0, 2)])
     waiting, error = output.strip().splitlines()
     assert code == 3 and waiting.startswith("lambert: waiting for rank 1 of 2 at 127.0.0.1:")
@@ -107,7 +100,7 @@ def test_a_rank_that_does_not_come_is_named(start: Callable[..., subprocess.Pope
     assert code == 3 and output.splitlines()[-1].startswith("error: rank 1 cannot meet the other ranks at 127.0.0.1:")
 
 
-def test_ranks_of_two_runs_are_refused_on_both(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_ranks_of_two_runs_are_refused_on_both(start: Callable[..., ranks.Forked]) -> None:
     (first, told), (second, silent) = ranks.finish([start(0, 60, "2.13.0"), start(1, 60, "2.11.0")])
     assert (first, second) == (2, 2)
     host = os.uname().nodename
@@ -117,7 +110,7 @@ def test_ranks_of_two_runs_are_refused_on_both(start: Callable[..., subprocess.P
     assert silent == "error: \n"
 
 
-def test_a_setting_that_one_rank_lacks_is_named_by_the_first(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_setting_that_one_rank_lacks_is_named_by_the_first(start: Callable[..., ranks.Forked]) -> None:
     (first, told), (second, silent) = ranks.finish([start(0, 60, GLOO_TEST="a b 'c'"), start(1, 60)])
     host = os.uname().nodename
     assert (first, second, silent) == (0, 0, "[]\n")
@@ -156,10 +149,7 @@ def test_runs_that_differ_in_their_configuration_are_refused_before_they_train(
         folder.mkdir()
         config: dict[str, Any] = {"run": {"seed": rank, "folder": str(tmp_path / "run")}}
         path = write_config(folder, tiny_shards, 4, **config)
-        words = [sys.executable, "-m", "trainer", "--config", str(path)]
-        pipe, both = subprocess.PIPE, subprocess.STDOUT
-        environment = ranks.environment(rank, 2, port)
-        processes.append(subprocess.Popen(words, env=environment, cwd=ranks.ROOT, stdout=pipe, stderr=both, text=True))
+        processes.append(ranks.fork_one(rank, 2, port, "trainer/__main__.py", "--config", str(path)))
     (first, told), (second, silent) = ranks.finish(processes)
     assert (first, second) == (2, 2)
     assert "error: the configuration is " in told and "make that the same everywhere" in told
