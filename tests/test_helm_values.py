@@ -68,6 +68,11 @@ REFUSALS = [  # an example, what is changed in it, and the beginning of the line
     ),
     ("data_prep", "--set-json=dataPrep.commands=[]", "dataPrep.commands is empty: "),
     ("data_prep", "data.claim=null", "data.claim is missing: "),
+    (
+        "data_prep",
+        "--set-json=networkPolicy.egress=[]",
+        "dataPrep.commands holds an address, but networkPolicy.egress lets no pod out: ",
+    ),
     ("data_prep", "dataPrep.repository=null,image.repository=null", "dataPrep.repository is missing: "),
     (
         "data_prep",
@@ -245,7 +250,7 @@ def test_the_network_is_the_gangs_alone(name: str) -> None:
     assert inside == {"from": [gang]}  # all ports
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     assert scrape == {"from": [monitoring], "ports": [{"port": 9464, "protocol": "TCP"}]}
-    names = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+    names = {"ports": [{"port": port, "protocol": protocol} for port in (53, 5353) for protocol in ("UDP", "TCP")]}
     values = yaml.safe_load(EXAMPLES[name].read_text(encoding="utf-8"))
     assert policy["egress"] == [{"to": [gang]}, names, *values.get("networkPolicy", {}).get("egress", [])]
     assert policy["policyTypes"] == ["Ingress", "Egress"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,6 +21,7 @@ from runs import wait_for, write_config
 from trainer.errors import TrainerError
 from trainer.facts import code
 from trainer.meeting import Account, Meeting, differences, meet, numbers, refusals
+from trainer.world import nccl_reason
 
 SAME = {"torch": "2.13.0", "the configuration": "abc"}
 MEET = """
@@ -80,6 +83,19 @@ def test_what_differs_is_said_with_ranks_and_hosts() -> None:
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     found = refusals(accounts(SAME, SAME, SAME, SAME, gpus=("a", "b", "a", "a")))
     assert found == ["ranks 2 and 3 (node-1) share one GPU: start at most one rank for each"]
+
+
+def test_ranks_dealt_out_one_by_one_are_refused() -> None:
+    """What is told of a node would be told of wrong ranks."""
+    dealt = [Account(f"node-{rank % 2}", "", SAME, {}) for rank in range(4)]
+    remedy = "place them in blocks (mpirun --map-by slot, srun -m block)"
+    assert refusals(dealt) == [f"node-0 has ranks 0, 2: {remedy}", f"node-1 has ranks 1, 3: {remedy}"]
+
+
+def test_what_nccl_says_of_its_own_failure_is_kept() -> None:
+    error = RuntimeError("NCCL error in: x.cpp:1, unhandled system error\nLast error:\nBootstrap : no socket\n found")
+    assert nccl_reason(error) == "; Bootstrap : no socket found"
+    assert nccl_reason(RuntimeError("gloo")) == ""
 
 
 def test_a_rank_that_comes_late_is_waited_for(start: Callable[..., ranks.Forked]) -> None:
@@ -182,3 +198,24 @@ def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_configuration_say
     assert code == 3
     [line] = [line for line in output.splitlines() if "lost contact" in line]
     assert re.search(r"rank 0: .*\(after step \d+, \w+ in trainer/\w+\.py, \w+: .*(?i:timed out)", line), line
+
+
+def test_torchruns_store_outlives_an_attempt(tmp_path: Path) -> None:
+    """Ranks of a second attempt find the accounts and the verdict of the first one there."""
+    once = tmp_path / "once"
+    (tmp_path / "again.py").write_text(
+        MEET.replace("leave(0)", "import pathlib, os\nonce = pathlib.Path(sys.argv[3] + os.environ['RANK'])")
+        + "first = not once.exists()\nonce.touch()\nleave(1 if first else 0)\n"
+    )
+    words = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2", "--master-port"]
+    script = [str(ranks.free_port()), str(tmp_path / "again.py"), "30", "1", str(once)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, *script],
+        cwd=ranks.ROOT,
+        env=ranks.environment(0, 1, 0),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[]") == 4

@@ -28,7 +28,7 @@ INFINIBAND = (
 
 def test_a_host_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# the cluster\n\nnode-0 slots=8  \nadmin@node-1\tslots=4\n")
+    path.write_text("# the cluster\n\nnode-0 slots=8  \nadmin@node-1\tslots=4 max_slots=4 # old\n")
     assert read_hosts(path) == {"node-0": 8, "admin@node-1": 4}
 
 
@@ -37,7 +37,7 @@ def test_a_host_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     [
         ("node-0 slots=8\nnode-1 lots=8\n", "line 2 is 'node-1 lots=8': write it as `node-0 slots=8`"),
         ("node-0\n", "line 1 is 'node-0': write it as"),
-        ("node-0 slots=8 # fast\n", "line 1 is 'node-0 slots=8 # fast': write it as"),
+        ("node-0 slots=8x\n", "line 1 is 'node-0 slots=8x': write it as"),
         ("node-0 slots=8\n\nnode-0 slots=8\n", "line 3: node-0 stands there twice: add up its slots in one line"),
         ("node-0 slots=0\n", "line 1: node-0 has no slots"),
         ("# nothing\n", "it names no host: write lines such as"),

@@ -20,7 +20,17 @@ from trainer.facts import facts
 from trainer.journal import say
 from trainer.state import TrainState
 from trainer.train import train
-from trainer.world import World, from_launcher, join, leave, lost_contact, operation, say_last, speaks_first
+from trainer.world import (
+    World,
+    from_launcher,
+    join,
+    leave,
+    lost_contact,
+    nccl_reason,
+    operation,
+    say_last,
+    speaks_first,
+)
 
 Result = TypeVar("Result")
 
@@ -90,7 +100,7 @@ def guard(world: World, action: Callable[[], Result]) -> Result:
             raise
         where = ", ".join([*getattr(error, "__notes__", []), operation(error)])
         reason = str(error).strip().split("\n")[0].split(". ")[0]
-        said = f"lost contact with another rank, whose own line says why ({where}: {reason})"
+        said = f"lost contact with another rank, whose own line may say why ({where}: {reason}{nccl_reason(error)})"
         fail(f"trainer: rank {world.rank}: {said}", LOST)
 
 

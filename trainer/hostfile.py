@@ -1,7 +1,7 @@
 """What ``deepspeed`` reads before it starts ranks elsewhere: a host file, and ``.deepspeed_env``.
 
-It goes on on one node where the first is missing, and stops at a bad line of either without saying which; here both are
-refused beforehand, with the line.
+It goes on on one node where the first is missing, and stops at a bad line without its number, or with a traceback; here
+both are refused beforehand, with the line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def read_hosts(path: Path) -> dict[str, int]:
     problems = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         line = line.strip()
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        match = re.match(r"(\S+)\s+slots=(\d+)(?!\S)", line)
         if line == "" or line.startswith("#"):
             continue
         if match is None:

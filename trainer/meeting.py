@@ -21,6 +21,7 @@ from trainer.errors import LostError, TrainerError
 
 SAY_SECONDS = 10.0  # between two lines about those who are missing, doubled each time
 LOOK_SECONDS = 0.2  # between two looks
+HEAR_SECONDS = 10.0  # that the verdict is waited for, before a look whether rank 0 is another one by now
 READ_SECONDS = 10.0  # that a refused run's ranks have to read why
 SHOWN = 48  # characters of a value
 
@@ -59,7 +60,7 @@ def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.S
     token = uuid.uuid4().hex[:8]  # tells this process's account from one that an earlier attempt left
     while True:
         try:
-            store = _enter(meeting, deadline)
+            store = _enter(meeting, deadline, token)
             store.set(f"account/{meeting.rank}", json.dumps([token, asdict(account)]))
             warnings = _preside(store, meeting, deadline) if meeting.rank == 0 else []
             verdict = _hear(store, meeting, deadline)
@@ -79,13 +80,17 @@ def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.S
     return dist.PrefixStore(verdict["tokens"][0], store), warnings
 
 
-def _enter(meeting: Meeting, deadline: float) -> dist.Store:
+def _enter(meeting: Meeting, deadline: float, token: str) -> dist.Store:
+    """The store of rank 0's present attempt; torchrun's own outlives an attempt."""
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     serve = meeting.rank == 0 and not meeting.served
     store = dist.TCPStore(
         meeting.address, meeting.port, None, is_master=serve, timeout=left, wait_for_workers=False, multi_tenant=True
     )
-    return dist.PrefixStore("lambert", store)
+    lobby = dist.PrefixStore("lambert", store)
+    if meeting.rank == 0:
+        lobby.set("opened", token)
+    return dist.PrefixStore(lobby.get("opened").decode(), lobby)
 
 
 def _preside(store: dist.Store, meeting: Meeting, deadline: float) -> list[str]:
@@ -117,7 +122,7 @@ def _await_all(store: dist.Store, meeting: Meeting, deadline: float) -> list[tup
 
 
 def _hear(store: dist.Store, meeting: Meeting, deadline: float) -> dict[str, Any]:
-    store.wait(["verdict"], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+    store.wait(["verdict"], timedelta(seconds=min(HEAR_SECONDS, max(1.0, deadline - time.monotonic()))))
     verdict: dict[str, Any] = json.loads(store.get("verdict"))
     if meeting.rank != 0:
         store.add("read", 1)
@@ -147,6 +152,12 @@ def refusals(accounts: list[Account]) -> list[str]:
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, account in enumerate(accounts):
         owners.setdefault((account.host, account.gpu), []).append(rank)
+    hosts: dict[str, list[int]] = {}
+    for rank, account in enumerate(accounts):
+        hosts.setdefault(account.host, []).append(rank)
+    for host, ranks in hosts.items():
+        if ranks != list(range(ranks[0], ranks[-1] + 1)):
+            found.append(f"{host} has {numbers(ranks)}: place them in blocks (mpirun --map-by slot, srun -m block)")
     for (host, gpu), ranks in owners.items():
         if gpu and len(ranks) > 1:
             found.append(f"{numbers(ranks)} ({host}) share one GPU: start at most one rank for each")

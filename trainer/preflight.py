@@ -27,8 +27,8 @@ from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.journal import say
 from trainer.meeting import numbers
-from trainer.network import ports
-from trainer.world import World, leave, require_shared, settings, together
+from trainer.network import falls_to_tcp, ports
+from trainer.world import World, leave, nccl_said, require_shared, settings, together
 
 MEBIBYTES = 64  # of the sum that is timed
 TRIES = 5
@@ -114,6 +114,8 @@ def _time_sum(world: World) -> None:
     if world.is_main and world.size > 1:
         rate = 2 * (world.size - 1) / world.size * MEBIBYTES / 1024 / best
         say(f"all-reduce of {MEBIBYTES} MiB over {dist.get_backend()}: {1000 * best:.1f} ms, {rate:.1f} GiB/s")
+        if warning := falls_to_tcp(nccl_said()):
+            say(f"warning: {warning}")
 
 
 if __name__ == "__main__":

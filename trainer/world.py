@@ -31,7 +31,7 @@ SHARE_SECONDS = 30.0  # that a network's file system may take to show a new file
 # those of what runs under PyTorch, and what decides the numbers; not what a launcher gives each rank for itself
 SETTINGS = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "OFI_", "TORCH_NCCL_", "CUDA_LAUNCH_", "CUDA_DEVICE_MAX_", "CUBLAS_", "OMP_"),
-    *("MKL_", "NVIDIA_TF32_", "TRITON_INTERPRET", "PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD"),
+    *("MKL_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TRITON_INTERPRET", "PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD"),
 )
 
 
@@ -79,8 +79,7 @@ def read_world(environ: Mapping[str, str], device: str) -> World:
             f"rank {rank} of {size}, local rank {local_rank} of {local_size}: a rank must be smaller than "
             "its count, and a node's count no larger than all; check the launcher"
         )
-    alone = "SLURM_LOCALID" in environ and torch.cuda.device_count() == 1  # srun may show each task its own GPU alone
-    return World(rank, size, local_rank, local_size, _device(device, 0 if alone else local_rank))
+    return World(rank, size, local_rank, local_size, _device(device, local_rank))
 
 
 def _device(name: str, local_rank: int) -> torch.device:
@@ -153,6 +152,7 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first cuBLAS call
         torch.cuda.set_device(world.device)
         torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("highest")  # NVIDIA's images make fp32 TF32 by an environment variable
         # a debugging aid, not free
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if world.size > world.local_size and "NCCL_DEBUG" not in os.environ:
@@ -202,6 +202,13 @@ def together(action: Callable[[], Result], world: World) -> Result:
     if first.item() < world.size:
         raise TrainerError(failure if world.rank == first.item() else "")
     return cast(Result, result)
+
+
+def nccl_reason(error: RuntimeError) -> str:
+    """What NCCL itself adds to an error of its: its last words there, and the last warning in its log; or nothing."""
+    _, found, last = str(error).partition("Last error:")
+    warned = [line for line in nccl_said().splitlines() if " NCCL WARN " in line]
+    return "".join(f"; {' '.join(words.split())}" for words in ([last] if found else []) + warned[-1:])
 
 
 def nccl_said() -> str:

@@ -38,6 +38,9 @@
 {{- fail "dataPrep.commands: vocab makes its folder once, and a pod that starts again would be refused: give it a release of its own" -}}
 {{- end -}}
 {{- end -}}
+{{- if and (contains "://" (toJson $v.dataPrep.commands)) $v.networkPolicy.enabled (not $v.networkPolicy.egress) -}}
+{{- fail "dataPrep.commands holds an address, but networkPolicy.egress lets no pod out: add a rule for it, [{}] for everything" -}}
+{{- end -}}
 {{- if not $v.data.claim -}}
 {{- fail "data.claim is missing: name the PersistentVolumeClaim that shards are written to" -}}
 {{- end -}}
