@@ -18,6 +18,7 @@ from trainer.errors import LostError, TrainerError
 from trainer.exits import DONE, INTERRUPTED, LOST, REFUSED, STOPPED
 from trainer.facts import facts
 from trainer.journal import say
+from trainer.network import ports
 from trainer.state import TrainState
 from trainer.train import train
 from trainer.world import (
@@ -29,6 +30,7 @@ from trainer.world import (
     nccl_reason,
     operation,
     say_last,
+    settings,
     speaks_first,
 )
 
@@ -73,7 +75,10 @@ def prepare(path: str, overrides: list[str]) -> tuple[Config, list[PhaseData], W
 
 
 def meet(config: Config, phases: list[PhaseData], world: World) -> None:
-    """Join the other ranks, and say what they have unlike one another."""
+    """Join the other ranks, and say what is set for them, and what they have unlike one another."""
+    if world.is_main:
+        told = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # before join adds its own
+        say(f"settings: {told or 'none'}; InfiniBand: {', '.join(ports()) or 'no port is up'}")
     for difference in join(world, config.run.timeout_seconds, facts(config, phases, world)):
         say(f"warning: not the same on all ranks: {difference}")
 

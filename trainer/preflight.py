@@ -57,7 +57,6 @@ def _try_all(config: Config, phases: list[PhaseData], world: World, hosts: Path 
     if world.is_main:
         seconds = time.perf_counter() - began
         say(f"{world.size} rank(s) met in {seconds:.1f} s, with the same code, versions, configuration and shards")
-        say(f"settings: {', '.join(f'{name}={value}' for name, value in sorted(settings().items())) or 'none'}")
     _say_node(world)
     _share(config, world)
     _time_sum(world)
