@@ -50,6 +50,7 @@ def test_launchers_describe_a_place(name: str) -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set RANK, WORLD_SIZE but not LOCAL_RANK"),
         (NODE | {"RANK": "-1"}, "RANK='-1' in the environment is not a number"),
         (NODE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' in the environment is not a number"),
+        (NODE | {"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a number"),
         (NODE | {"RANK": "16"}, "rank 16 of 16, local rank 1 of 16: a rank must be smaller"),
         (NODE | {"LOCAL_WORLD_SIZE": "1"}, "rank 9 of 16, local rank 1 of 1: a rank must be smaller"),
         (NODE | {"LOCAL_WORLD_SIZE": "17"}, "local rank 1 of 17: .* a node's count no larger than all"),
@@ -78,6 +79,14 @@ def test_ranks_meet_and_leave_with_their_code() -> None:
     ended = finish(start(2, "-c", JOIN, "0"), timeout=60)
     assert [code for code, _ in ended] == [0, 0]
     assert [output.strip() for _, output in ended] == ["0 of 2: 1.0", "1 of 2: 1.0"]
+
+
+def test_ranks_whose_launcher_names_no_port_meet_at_torchruns() -> None:
+    """Rank 0 is not there: the other one says where it looked."""
+    without = {name: value for name, value in environment(1, 2, 0).items() if name != "MASTER_PORT"}
+    command = [sys.executable, "-c", JOIN.replace("30", "1"), "0"]
+    done = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=60)
+    assert "rank 1 cannot meet the other ranks at 127.0.0.1:29500" in done.stderr
 
 
 def test_a_lone_process_meets_itself_without_a_launcher() -> None:

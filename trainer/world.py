@@ -26,6 +26,7 @@ from trainer.launchers import describe
 from trainer.meeting import Account, Meeting, meet
 
 Result = TypeVar("Result")
+PORT = "29500"  # torchrun's own, where a launcher names none
 SHARE_SECONDS = 30.0  # that a network's file system may take to show a new file elsewhere
 
 # those of what runs under PyTorch, and what decides the numbers; not what a launcher gives each rank for itself
@@ -65,10 +66,11 @@ def read_world(environ: Mapping[str, str], device: str) -> World:
     found = describe(environ)
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = {name: found.get(name, default) for name, default in defaults.items()}
+    values["MASTER_PORT"] = found.get("MASTER_PORT", PORT)
     for name, value in values.items():
         if not value.isdigit():
             raise TrainerError(f"{name}={value!r} in the environment is not a number: check the launcher")
-    rank, size, local_rank, local_size = (int(value) for value in values.values())
+    rank, size, local_rank, local_size, _ = (int(value) for value in values.values())
     if size > 1 and "MASTER_ADDR" not in found:
         raise TrainerError(
             f"WORLD_SIZE is {size} but MASTER_ADDR is not set, so the ranks cannot find one another: start the run "
@@ -163,8 +165,9 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port("127.0.0.1"))}
         os.environ.update(alone | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})  # DeepSpeed reads them
     gpu, model = _gpu(world.device)
+    place, port = os.environ["MASTER_ADDR"], int(os.environ.setdefault("MASTER_PORT", PORT))
     store, warnings = meet(
-        Meeting(world.rank, world.size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _agent_serves()),
+        Meeting(world.rank, world.size, place, port, _agent_serves()),
         Account(socket.gethostname(), gpu, facts or {}, told | ({"GPU": model} if gpu else {})),
         timedelta(seconds=timeout_seconds),
     )
