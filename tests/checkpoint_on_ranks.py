@@ -29,6 +29,7 @@ from trainer.checkpoint import CheckpointConfig
 from trainer.engine import Engine, EngineConfig
 from trainer.errors import TrainerError
 from trainer.loss_scale import LossScale
+from trainer.model import Bert
 from trainer.optimizer import OptimizerConfig
 from trainer.world import World, from_launcher, join, leave, together
 
@@ -46,7 +47,7 @@ def main() -> None:
         initial_loss_scale=2.0**10,
         loss_scale_growth_interval=2,
     )
-    engine = Engine(made, tiny.MODEL, OptimizerConfig(), world, seed=3)
+    engine = Engine(made, Bert(tiny.MODEL, 3), OptimizerConfig(), world, seed=3)
     slow_down(float(options.get("slow", 0)), int(options.get("timeout", 60)))
     config = CheckpointConfig(asynchronous=options.get("asynchronous") != "false")
     saver = saving.Saver(root, config, engine.optimizer, world)
@@ -85,7 +86,7 @@ def slow_down(seconds: float, timeout: int) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
 
-def restore(root: Path, engine: Engine, world: World, path: str | None) -> int:
+def restore(root: Path, engine: Engine[Bert], world: World, path: str | None) -> int:
     """The first step."""
     found, _ = checkpoint.newest(root)
     if found is not None:
@@ -98,7 +99,7 @@ def restore(root: Path, engine: Engine, world: World, path: str | None) -> int:
     return int(found.record["step"]) if found is not None else 0
 
 
-def save(saver: saving.Saver, step: int, engine: Engine, full: str | None, world: World) -> None:
+def save(saver: saving.Saver, step: int, engine: Engine[Bert], full: str | None, world: World) -> None:
     """Save one step, on a disk that may be full on one rank."""
     times = [tuple(map(int, part.split(":"))) for part in full.split(",")] if full else []
     limited = any(world.rank == rank and first <= step <= last for rank, first, last in times)

@@ -24,7 +24,7 @@ from trainer.checkpoint import flat_tensors
 from trainer.engine import Engine, EngineConfig
 from trainer.evaluate import evaluate
 from trainer.loader import collate, filler
-from trainer.model import ModelConfig
+from trainer.model import Bert, ModelConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.order import deal
 from trainer.stopwatch import Stopwatch
@@ -69,7 +69,7 @@ def heldout(rank: int, size: int) -> Iterator[MicroBatch]:
     return (collate([sample(number)], np.array([number])) for number in range(10_000 + rank, 10_007, size))
 
 
-def whole(engine: Engine, kind: str) -> dict[str, torch.Tensor]:
+def whole(engine: Engine[Bert], kind: str) -> dict[str, torch.Tensor]:
     """The masters ("weight") or a moment, by name, put together from all ranks; all of them call it."""
     own = [
         (part.name, part.start, flat_tensors(engine.optimizer, buffer)[kind][part.offset :][: part.length].cpu())
@@ -106,7 +106,7 @@ def main() -> None:
         loss_scale_growth_interval=int(options["growth"]),
     )
     watch = Stopwatch(world.device)
-    engine = Engine(config, MODEL, OptimizerConfig(name=options["optimizer"]), world, 3, watch)  # type: ignore[arg-type]
+    engine = Engine(config, Bert(MODEL, 3), OptimizerConfig(name=options["optimizer"]), world, 3, watch)  # type: ignore[arg-type]
     scales = [float(scale) for scale in options["scales"].split(",")] if "scales" in options else []
     poisoned = (
         [tuple(map(int, part.split(":"))) for part in options["poison"].split(",")] if "poison" in options else []

@@ -74,11 +74,11 @@ def replace_forwards() -> None:
         zero = torch.zeros((), dtype=torch.int64, device=x.device)
         return Output(x, torch.zeros_like(x), zero, zero)
 
-    Layer.forward, Bert.forward = layer, bert  # type: ignore[method-assign]
+    Layer.forward, Bert.forward = layer, bert  # type: ignore[assignment, method-assign]
 
 
 @torch.no_grad()
-def poison(engine: Engine) -> None:
+def poison(engine: Engine[Bert]) -> None:
     """NaN wherever a buffer holds no parameter."""
     for buffer in engine.partition.buffers:
         padding = torch.ones(buffer.master.numel(), dtype=torch.bool)
@@ -100,7 +100,7 @@ def main() -> None:
     told, scales = {}, [float(scale) for scale in options["scales"].split(",")]
     for stage in map(int, stages.split(",")):
         config = EngineConfig(stage, options["precision"])  # type: ignore[arg-type]
-        engine = Engine(config, MODEL, OPTIMIZERS[options["optimizer"]], world, seed=3)
+        engine = Engine(config, Bert(MODEL, 3), OPTIMIZERS[options["optimizer"]], world, seed=3)
         poison(engine)
         norms = []
         for step in range(int(options["steps"])):

@@ -27,6 +27,7 @@ from torch import Tensor
 import trainer.__main__ as program
 from trainer.batch import GlobalCounts, MicroBatch
 from trainer.engine import Engine, StepResult
+from trainer.model import Bert
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,11 @@ def follow(place: Place, path: Path) -> None:
     """Make the engine keep ``place``, and write down what each step is given."""
     take, take_micro = Engine.step, Engine._micro_step
 
-    def step(self: Engine, batches: Sequence[MicroBatch], counts: GlobalCounts, number: int, rate: float) -> StepResult:
+    def step(
+        self: Engine[Bert], batches: Sequence[MicroBatch], counts: GlobalCounts, number: int, rate: float
+    ) -> StepResult:
+        self: Engine[Bert], batches: Sequence[MicroBatch], counts: GlobalCounts, number: int, rate: float
+    ) -> StepResult:
         samples = [sample for batch in batches if batch.masked.numel() for sample in checksums(batch)]
         own = sum(batch.labels.numel() for batch in batches)
         append(path, {"step": number, "samples": samples, "own_targets": own, "targets": counts.targets})
@@ -75,7 +80,7 @@ def follow(place: Place, path: Path) -> None:
         place.step, place.micro_batch = number + 1, -1
         return result
 
-    def micro_step(self: Engine, batch: MicroBatch, counts: GlobalCounts, number: int) -> Tensor:
+    def micro_step(self: Engine[Bert], batch: MicroBatch, counts: GlobalCounts, number: int) -> Tensor:
         place.micro_batch += 1
         return take_micro(self, batch, counts, number)
 

@@ -11,22 +11,22 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from kernels.dropout import token_keys
-from trainer.batch import GlobalCounts, MicroBatch
+from trainer.batch import Rows
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.loss_scale import POWERS_OF_TWO, LossScale, next_scale
-from trainer.model import Bert, ModelConfig, Output
+from trainer.model import Encoder
 from trainer.optimizer import OptimizerConfig, make_optimizer
 from trainer.partition import fill_masters, read_partition, refresh_weights
 from trainer.stopwatch import Stopwatch
 from trainer.world import World
 
-SUMS = ("mlm_loss", "nsp_loss", "mlm_correct", "nsp_correct")  # what a step's sums hold, in this order
+M = TypeVar("M", bound=Encoder)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class EngineConfig:
 class StepResult:
     """What one step did. Tensors stay on the device, so that nothing waits for them."""
 
-    sums: Tensor  # (4,) fp64, SUMS of this rank's micro-batches
+    sums: Tensor  # (K,) fp64, the fields of the model's output, summed over this rank's micro-batches
     gradient_norm: Tensor  # () fp32, global, unscaled, before clipping; infinite when the gradients overflowed
     trust: Tensor | None  # (K,) fp32, LAMB's ratios; None for Adam and for a step that overflowed
     applied: bool  # False when the gradients overflowed
@@ -135,8 +135,11 @@ def _load_deepspeed() -> Any:
     return deepspeed
 
 
-class Engine:
+class Engine(Generic[M]):
     """A model, its optimizer and its loss scale on this rank's device.
+
+    The model's ``forward(rows, keys)`` gives a named tuple of () tensors, sums over the micro-batch, whose
+    ``mean(counts)`` is this micro-batch's part of the global batch's loss.
 
     Attributes that a checkpoint holds: ``partition``, ``optimizer`` (moments, steps), ``loss_scale``. Where
     ``gathers`` is True, a forward of ``model`` is a collective: all ranks make equally many, in the same order.
@@ -145,7 +148,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        model: ModelConfig,
+        module: M,
         optimizer: OptimizerConfig,
         world: World,
         seed: int,
@@ -157,7 +160,6 @@ class Engine:
         self.watch = watch or Stopwatch(world.device)
         self.gathers = config.zero_stage == 3
         self.precision = resolve_precision(config, world.device)
-        module = Bert(model, seed)
         self.parameters = sum(p.numel() for p in module.parameters())
         drawn = {n: p.detach().clone() for n, p in module.named_parameters()} if self.precision != "fp32" else {}
         self.optimizer = make_optimizer(module.parameters(), optimizer)
@@ -168,7 +170,7 @@ class Engine:
             dist_init_required=False,
         )
         self._deepspeed.allreduce_gradients = self._timed(self._deepspeed.allreduce_gradients)
-        self.model: Bert = self._deepspeed.module
+        self.model: M = self._deepspeed.module
         self.partition = read_partition(self._deepspeed, config.zero_stage)
         fill_masters(self.partition, drawn)  # DeepSpeed made them from rounded weights
         self.optimizer.bind(self.partition)
@@ -184,19 +186,19 @@ class Engine:
 
         return {"deepspeed": __version__, "torch": torch.__version__, "precision": self.precision}
 
-    def step(self, batches: Sequence[MicroBatch], counts: GlobalCounts, step: int, rate: float) -> StepResult:
+    def step(self, batches: Sequence[Rows], counts: Any, step: int, rate: float) -> StepResult:
         """One optimizer step over this rank's micro-batches of a global batch.
 
-        The loss is ``MLM sum / counts.targets + NSP sum / counts.pairs`` over all ranks, however the
+        The loss is the sum of ``output.mean(counts)`` over all micro-batches and ranks, so the same however the
         global batch is cut. All ranks give the same number of micro-batches. ``step`` keys the
         dropout; ``rate`` is the learning rate. Raises TrainerError when the loss scale is at its floor.
         """
         self.model.train()
         self.optimizer.rate, self.optimizer.gradient_scale = rate, self.loss_scale.scale
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.world.device)
+        sums = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
             self._deepspeed.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            sums += self._micro_step(batch, counts, step)
+            sums = sums + self._micro_step(batch, counts, step)
         self.watch.begin("optimizer")
         self._deepspeed.step()
         self.watch.begin("")
@@ -226,12 +228,11 @@ class Engine:
 
         return timed
 
-    def _micro_step(self, batch: MicroBatch, counts: GlobalCounts, step: int) -> Tensor:
+    def _micro_step(self, batch: Rows, counts: Any, step: int) -> Tensor:
         self.watch.begin("forward")
         batch = batch.to(self.world.device)
         keys = token_keys(self.seed, step, batch.samples, batch.positions, batch.cu_seqlens)
-        output: Output = self._deepspeed(batch, keys)
-        loss = output.mlm_loss / max(counts.targets, 1) + output.nsp_loss / max(counts.pairs, 1)
+        output = self._deepspeed(batch, keys)
         self.watch.begin("backward")
-        self._deepspeed.backward(loss * self.loss_scale.scale, scale_wrt_gas=False)
-        return torch.stack([getattr(output, name).detach().double() for name in SUMS])
+        self._deepspeed.backward(output.mean(counts) * self.loss_scale.scale, scale_wrt_gas=False)
+        return torch.stack([value.detach().double() for value in output])

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.engine import SUMS, StepResult
+from trainer.engine import StepResult
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.exporter import Exporter
 from trainer.flops import model_flops, peak_flops
 from trainer.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, past, say
 from trainer.loader import StepBatch
-from trainer.model import ModelConfig
+from trainer.model import ModelConfig, Output
 from trainer.saving import Saved
 from trainer.state import TrainState
 from trainer.stopwatch import Stopwatch
@@ -288,7 +288,7 @@ class Metrics:
 
     def _record(self, pending: _Pending, sums: list[float], norm: float, trust: dict[str, float]) -> Record:
         """One step: sums over the global batch made means. Data without pairs have no second task."""
-        total, counts, result = dict(zip(SUMS, sums, strict=True)), pending.batch.counts, pending.result
+        total, counts, result = dict(zip(Output._fields, sums, strict=True)), pending.batch.counts, pending.result
         divisors = {"mlm": max(counts.targets, 1)} | ({"nsp": counts.pairs} if counts.pairs else {})
         losses = {f"{task}_loss": total[f"{task}_loss"] / count for task, count in divisors.items()}
         state = asdict(pending.state)

@@ -22,7 +22,7 @@ from kernels.bias_gelu import APPROXIMATIONS, bias_gelu
 from kernels.cross_entropy import cross_entropy
 from kernels.embedding import embed
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
-from trainer.batch import IGNORED, MicroBatch
+from trainer.batch import IGNORED, GlobalCounts, MicroBatch, Rows
 
 VOCAB_MULTIPLE = 64  # table rows are padded to it: matrix products want it, exports cut it off
 
@@ -84,6 +84,10 @@ class Output(NamedTuple):
     mlm_correct: Tensor  # () int64
     nsp_correct: Tensor  # () int64
 
+    def mean(self, counts: GlobalCounts) -> Tensor:
+        """() fp32: this micro-batch's part of the global batch's loss."""
+        return self.mlm_loss / max(counts.targets, 1) + self.nsp_loss / max(counts.pairs, 1)
+
 
 class Layer(nn.Module):
     """One encoder layer: self-attention and a two-layer perceptron, each dropped, added and normalised."""
@@ -93,20 +97,20 @@ class Layer(nn.Module):
         self.model = model
         self.site = SITES * (number + 1)
         hidden, intermediate = model.hidden, model.intermediate
-        self.qkv_weight = _parameter(3 * hidden, hidden)
-        self.qkv_bias = _parameter(3 * hidden)
-        self.attention_out_weight = _parameter(hidden, hidden)
-        self.attention_out_bias = _parameter(hidden)
-        self.attention_norm_weight = _parameter(hidden)
-        self.attention_norm_bias = _parameter(hidden)
-        self.mlp_in_weight = _parameter(intermediate, hidden)
-        self.mlp_in_bias = _parameter(intermediate)
-        self.mlp_out_weight = _parameter(hidden, intermediate)
-        self.mlp_out_bias = _parameter(hidden)
-        self.mlp_norm_weight = _parameter(hidden)
-        self.mlp_norm_bias = _parameter(hidden)
+        self.qkv_weight = parameter(3 * hidden, hidden)
+        self.qkv_bias = parameter(3 * hidden)
+        self.attention_out_weight = parameter(hidden, hidden)
+        self.attention_out_bias = parameter(hidden)
+        self.attention_norm_weight = parameter(hidden)
+        self.attention_norm_bias = parameter(hidden)
+        self.mlp_in_weight = parameter(intermediate, hidden)
+        self.mlp_in_bias = parameter(intermediate)
+        self.mlp_out_weight = parameter(hidden, intermediate)
+        self.mlp_out_bias = parameter(hidden)
+        self.mlp_norm_weight = parameter(hidden)
+        self.mlp_norm_bias = parameter(hidden)
 
-    def forward(self, x: Tensor, batch: MicroBatch, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Rows, keys: Tensor | None) -> Tensor:
         """(T, D) -> (T, D); ``keys`` (T, 2) int32 or None."""
         model, site, eps = self.model, self.site, self.model.layer_norm_eps
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias)  # (T, 3D)
@@ -128,32 +132,22 @@ class Layer(nn.Module):
         return dropout_add_layer_norm(y, x, *norm, dropout_p=model.dropout, keys=keys, site=site + MLP_OUT)
 
 
-class Bert(nn.Module):
-    """BERT with both pre-training heads; the MLM decoder is the token table itself."""
+class Encoder(nn.Module):
+    """Embeddings and layers. A model adds its heads' parameters, then calls ``initialise``."""
 
-    def __init__(self, model: ModelConfig, seed: int = 0) -> None:
-        """Parameters start as ``initialise(seed)`` leaves them. ValueError for an unsound configuration."""
+    def __init__(self, model: ModelConfig) -> None:
+        """Parameters are not set. ValueError for an unsound configuration."""
         super().__init__()
         if problems := model.problems():
             raise ValueError("; ".join(problems))
         self.model = model
         hidden = model.hidden
-        self.token_table = _parameter(model.vocab_rows, hidden)
-        self.segment_table = _parameter(model.segments, hidden)
-        self.position_table = _parameter(model.max_positions, hidden)
-        self.embedding_norm_weight = _parameter(hidden)
-        self.embedding_norm_bias = _parameter(hidden)
+        self.token_table = parameter(model.vocab_rows, hidden)
+        self.segment_table = parameter(model.segments, hidden)
+        self.position_table = parameter(model.max_positions, hidden)
+        self.embedding_norm_weight = parameter(hidden)
+        self.embedding_norm_bias = parameter(hidden)
         self.layers = nn.ModuleList(Layer(model, number) for number in range(model.layers))
-        self.pooler_weight = _parameter(hidden, hidden)
-        self.pooler_bias = _parameter(hidden)
-        self.mlm_weight = _parameter(hidden, hidden)
-        self.mlm_bias = _parameter(hidden)
-        self.mlm_norm_weight = _parameter(hidden)
-        self.mlm_norm_bias = _parameter(hidden)
-        self.decoder_bias = _parameter(model.vocab_rows)
-        self.nsp_weight = _parameter(2, hidden)
-        self.nsp_bias = _parameter(2)
-        self.initialise(seed)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -175,21 +169,7 @@ class Bert(nn.Module):
                 values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
                 parameter.copy_(values.normal_(0.0, self.model.initializer_range, generator=generator))
 
-    def forward(self, batch: MicroBatch, keys: Tensor | None = None) -> Output:
-        """The losses of a micro-batch; ``keys`` (T, 2) int32 switch dropout on, None is evaluation."""
-        mlm_logits, nsp_logits = self._heads(self.encode(batch, keys), batch)
-        mlm_loss, mlm_correct = cross_entropy(mlm_logits, batch.labels, self.model.vocab_size)
-        # Class 0 is "B follows A", as in the published checkpoints.
-        classes = torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)  # (B,)
-        nsp_loss, nsp_correct = cross_entropy(nsp_logits, classes)
-        return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
-
-    def logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """MLM logits (P, V), without the vocabulary's padding, and NSP logits (B, 2); no dropout."""
-        mlm_logits, nsp_logits = self._heads(self.encode(batch, None), batch)
-        return mlm_logits[:, : self.model.vocab_size], nsp_logits
-
-    def encode(self, batch: MicroBatch, keys: Tensor | None = None) -> Tensor:
+    def encode(self, batch: Rows, keys: Tensor | None = None) -> Tensor:
         """The last layer's output (T, D). ValueError for a sequence longer than the position table."""
         model = self.model
         if batch.max_seqlen > model.max_positions:
@@ -212,16 +192,54 @@ class Bert(nn.Module):
             x = layer(x, batch, keys)
         return x
 
+
+class Bert(Encoder):
+    """BERT with both pre-training heads; the MLM decoder is the token table itself."""
+
+    def __init__(self, model: ModelConfig, seed: int = 0) -> None:
+        """Parameters start as ``initialise(seed)`` leaves them. ValueError for an unsound configuration."""
+        super().__init__(model)
+        hidden = model.hidden
+        self.pooler_weight = parameter(hidden, hidden)
+        self.pooler_bias = parameter(hidden)
+        self.mlm_weight = parameter(hidden, hidden)
+        self.mlm_bias = parameter(hidden)
+        self.mlm_norm_weight = parameter(hidden)
+        self.mlm_norm_bias = parameter(hidden)
+        self.decoder_bias = parameter(model.vocab_rows)
+        self.nsp_weight = parameter(2, hidden)
+        self.nsp_bias = parameter(2)
+        self.initialise(seed)
+
+    def forward(self, batch: MicroBatch, keys: Tensor | None = None) -> Output:
+        """The losses of a micro-batch; ``keys`` (T, 2) int32 switch dropout on, None is evaluation."""
+        mlm_logits, nsp_logits = self._heads(self.encode(batch, keys), batch)
+        mlm_loss, mlm_correct = cross_entropy(mlm_logits, batch.labels, self.model.vocab_size)
+        # Class 0 is "B follows A", as in the published checkpoints.
+        classes = torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)  # (B,)
+        nsp_loss, nsp_correct = cross_entropy(nsp_logits, classes)
+        return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
+
+    def logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """MLM logits (P, V), without the vocabulary's padding, and NSP logits (B, 2); no dropout."""
+        mlm_logits, nsp_logits = self._heads(self.encode(batch, None), batch)
+        return mlm_logits[:, : self.model.vocab_size], nsp_logits
+
     def _heads(self, x: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(T, D) -> MLM logits (P, V with padding), NSP logits (B, 2)."""
         y = F.linear(x.index_select(0, batch.masked), self.mlm_weight)  # (P, D)
         y = bias_gelu(y, self.mlm_bias, self.model.gelu)
         y = layer_norm(y, self.mlm_norm_weight, self.mlm_norm_bias, self.model.layer_norm_eps)
         mlm_logits = F.linear(y, self.token_table, self.decoder_bias)  # (P, V)
-        first = x.index_select(0, batch.cu_seqlens[:-1])  # (B, D)
-        pooled = torch.tanh(F.linear(first, self.pooler_weight, self.pooler_bias))
+        pooled = pool(x, batch, self.pooler_weight, self.pooler_bias)  # (B, D)
         return mlm_logits, F.linear(pooled, self.nsp_weight, self.nsp_bias)  # (P, V), (B, 2)
 
 
-def _parameter(*shape: int) -> nn.Parameter:
+def pool(x: Tensor, batch: Rows, weight: Tensor, bias: Tensor) -> Tensor:
+    """BERT's pooled output (B, D): a layer with tanh over each sequence's first token, of ``x`` (T, D)."""
+    return torch.tanh(F.linear(x.index_select(0, batch.cu_seqlens[:-1]), weight, bias))
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """A parameter whose values ``Encoder.initialise`` sets by its name."""
     return nn.Parameter(torch.empty(*shape))

@@ -22,7 +22,7 @@ from trainer.bench import micro_batch
 from trainer.engine import Engine, EngineConfig
 from trainer.loader import StepBatch
 from trainer.metrics import Metrics, MetricsConfig, Subject
-from trainer.model import ModelConfig
+from trainer.model import Bert, ModelConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.state import TrainState
 from trainer.stopwatch import Stopwatch
@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, world: World, folder: Path) -> None:
         model = SMALL if world.device.type == "cpu" else ModelConfig()
         self.world, self.watches = world, {True: Stopwatch(world.device), False: Silent(world.device)}
-        self.engine = Engine(EngineConfig(), model, OptimizerConfig(), world, 1, self.watches[True])
+        self.engine = Engine(EngineConfig(), Bert(model, 1), OptimizerConfig(), world, 1, self.watches[True])
         config = MetricsConfig(port=None, tensorboard=True)
         self.metrics = Metrics(config, Subject("overhead", folder, model, 10**6, 100), world, self.watches[True])
         batch = micro_batch(LENGTHS[world.device.type], model)

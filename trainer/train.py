@@ -22,6 +22,7 @@ from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
 from trainer.journal import say
 from trainer.metrics import Metrics, Subject
+from trainer.model import Bert
 from trainer.network import falls_to_tcp, spoken
 from trainer.saving import Saver, attempt, first_failure
 from trainer.schedule import Phase, learning_rate
@@ -46,7 +47,8 @@ class Run:
         self.metrics = together(partial(self._open_folder, watch), world)
         require_shared(self.folder, world)
         try:
-            self.engine = Engine(config.engine, config.model, config.optimizer, world, config.run.seed, watch)
+            module, seed = Bert(config.model, config.run.seed), config.run.seed
+            self.engine = Engine(config.engine, module, config.optimizer, world, seed, watch)
         except BaseException as error:
             self.fail(error)
             raise
