@@ -70,8 +70,6 @@ def follow(place: Place, path: Path) -> None:
     def step(
         self: Engine[Bert], batches: Sequence[MicroBatch], counts: GlobalCounts, number: int, rate: float
     ) -> StepResult:
-        self: Engine[Bert], batches: Sequence[MicroBatch], counts: GlobalCounts, number: int, rate: float
-    ) -> StepResult:
         samples = [sample for batch in batches if batch.masked.numel() for sample in checksums(batch)]
         own = sum(batch.labels.numel() for batch in batches)
         append(path, {"step": number, "samples": samples, "own_targets": own, "targets": counts.targets})

@@ -1,0 +1,164 @@
+"""What a task is made of: its examples as the encoder reads them, its head, and how its answers are scored.
+
+A file of data is read into records, a record becomes a unit of one example or several (windows of a long text, the
+choices of a question), and a batch is made of whole units. The head's answers go back to the records, which
+are scored by the task's own measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kernels import dropout
+from trainer.batch import Rows
+from trainer.model import SITES, Encoder, ModelConfig, parameter, pool
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence, [CLS] A [SEP] or [CLS] A [SEP] B [SEP], and what is asked of it."""
+
+    tokens: tuple[int, ...]
+    segments: tuple[int, ...]  # 0 for [CLS] A [SEP], 1 for B [SEP]
+    places: tuple[int, ...] = (0,)  # positions in this sequence that the head reads
+    targets: tuple[float, ...] = ()  # what it should say; empty where nobody knows
+    origin: Any = None  # what the task needs to bring an answer back to its record
+
+
+Unit = tuple[Example, ...]  # of one record, or a window of it; never cut over micro-batches
+
+
+@dataclass(frozen=True)
+class TaskBatch(Rows):
+    """Examples of whole units in one row of tokens."""
+
+    places: Tensor  # (P,) int64, index into T of each position that the head reads, example after example
+    targets: Tensor  # (K,) int64 or fp32, as the task's loss wants them; empty where nobody knows
+
+
+@dataclass(frozen=True)
+class TaskCounts:
+    """What a step's loss is divided by, over the whole global batch."""
+
+    targets: int
+
+
+class TaskOutput(NamedTuple):
+    """Sums over one micro-batch; see ``trainer.model.Output``."""
+
+    loss: Tensor  # () fp32
+
+    def mean(self, counts: TaskCounts) -> Tensor:
+        """() fp32: this micro-batch's part of the global batch's loss."""
+        return self.loss / max(counts.targets, 1)
+
+
+class TaskModel(Encoder):
+    """An encoder with a linear head, or with one hidden layer, over [CLS] through BERT's pooler, or over tokens."""
+
+    def __init__(self, model: ModelConfig, task: Task, seed: int) -> None:
+        """The head is drawn from ``seed``; so is the encoder, until its weights are loaded."""
+        super().__init__(model)
+        self.task, hidden = task, model.hidden
+        if task.pooled:
+            self.pooler_weight = parameter(hidden, hidden)
+            self.pooler_bias = parameter(hidden)
+        if task.hidden_head:
+            self.head_in_weight = parameter(hidden, hidden)
+            self.head_in_bias = parameter(hidden)
+        self.head_weight = parameter(task.outputs, hidden)
+        self.head_bias = parameter(task.outputs)
+        self.initialise(seed)
+
+    def forward(self, batch: TaskBatch, keys: Tensor | None = None) -> TaskOutput:
+        """The loss; ``keys`` (T, 2) int32 switch dropout on, None is evaluation."""
+        return TaskOutput(self.task.loss(self.answers(batch, keys), batch))
+
+    def answers(self, batch: TaskBatch, keys: Tensor | None = None) -> Tensor:
+        """The head's outputs, fp32: (B, task.outputs) where it is pooled, (P, task.outputs) at ``places`` elsewhere."""
+        x, site = self.encode(batch, keys), SITES * (self.model.layers + 1)
+        at = batch.cu_seqlens[:-1].long() if self.task.pooled else batch.places
+        rows = pool(x, batch, self.pooler_weight, self.pooler_bias) if self.task.pooled else x.index_select(0, at)
+        own = None if keys is None else keys.index_select(0, at)  # of the tokens that the rows came from
+        if self.task.drops:
+            rows = dropout.apply(rows, own, site, self.model.dropout)
+        if self.task.hidden_head:
+            rows = torch.tanh(F.linear(rows, self.head_in_weight, self.head_in_bias))
+            rows = dropout.apply(rows, own, site + 1, self.model.dropout)
+        return F.linear(rows, self.head_weight, self.head_bias).float()
+
+
+class Task(Protocol):
+    """A task: pure, made from its name and its data. Raises TrainerError for data that do not fit, by file and line."""
+
+    name: str
+    measure: str  # the figure of ``score`` that it is judged by: higher is better
+    outputs: int  # numbers that the head gives for each row
+    pooled: bool  # whether the head reads [CLS] through the pooler, or the tokens at ``places``
+    drops: bool  # whether dropout stands before the head
+    hidden_head: bool  # whether the head has a hidden layer
+    labels: tuple[str, ...]  # names of the classes, in order; empty where there are none
+    dtype: torch.dtype  # of the targets
+
+    def read(self, path: Path) -> list[Any]:
+        """The records of a file."""
+
+    def units(self, record: Any, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
+        """A record as units of examples of at most ``longest`` tokens; ``training``: only those to learn from."""
+
+    def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
+        """() fp32, summed over the targets."""
+
+    def count(self, unit: Unit) -> int:
+        """Targets of a unit: the terms that its loss sums."""
+
+    def score(
+        self, records: Sequence[Any], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
+    ) -> dict[str, float]:
+        """The task's figures, from all units of the records, in order, and the head's answers to each.
+
+        Answers of a unit: (examples, outputs) where pooled, (places of all its examples, outputs) elsewhere.
+        """
+
+
+def collate(units: Sequence[Unit], samples: Sequence[int], targets: torch.dtype) -> TaskBatch:
+    """Whole units as one micro-batch. ``samples``: a number for each unit, which keys its dropout."""
+    examples = [example for unit in units for example in unit]
+    lengths = [len(example.tokens) for example in examples]
+    starts = np.cumsum([0, *lengths])
+    numbers = [sample << 16 | place for sample, unit in zip(samples, units, strict=True) for place in range(len(unit))]
+    places = [at + place for at, example in zip(starts.tolist(), examples, strict=False) for place in example.places]
+    return TaskBatch(
+        tokens=torch.tensor([token for example in examples for token in example.tokens]),
+        segments=torch.tensor([segment for example in examples for segment in example.segments]),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        max_seqlen=max(lengths),
+        samples=torch.tensor(numbers),
+        places=torch.tensor(places),
+        targets=torch.tensor([target for example in examples for target in example.targets], dtype=targets),
+    )
+
+
+def pack(tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None = None) -> Example:
+    """[CLS] first [SEP], or [CLS] first [SEP] second [SEP], of token ids that fit already."""
+    cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
+    assert cls is not None and sep is not None  # a BERT's tokenizer
+    a = (cls, *first, sep)
+    b = () if second is None else (*second, sep)
+    return Example((*a, *b), (0,) * len(a) + (1,) * len(b))
+
+
+def with_targets(example: Example, *targets: float) -> Example:
+    """The example with what its head should say."""
+    return replace(example, targets=targets)
