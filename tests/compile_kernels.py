@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernels import backend, dropout
+from kernels.accumulate import accumulate
 from kernels.adam import Moments, adam_update
 from kernels.attention import attention
 from kernels.backend import triton
@@ -101,6 +102,7 @@ def run_optimizers() -> None:
         gradient = torch.ones(size, dtype=dtype)
         flat = Flat(torch.ones(size), torch.ones(size), torch.ones(size), gradient if dtype == HALF else None)
         gradient_square_sum(gradient, layout)
+        accumulate(accumulate(None, gradient), gradient)
         adam_update(flat, gradient, layout, moments, 1, 1e-3, factor)
         sums = torch.ones(3, 2)
         lamb_begin(flat, gradient, layout, moments, 1, 1e-3, factor, sums)

@@ -134,7 +134,9 @@ def main() -> None:
             gradients = whole(engine, "exp_avg")
     weights = whole(engine, "weight")
     if world.is_main:
+        matrices = {name: p for name, p in engine.model.named_parameters() if p.dim() > 1}
         taken = {"steps": engine.optimizer.steps, "parts": watch.read()}
+        taken["unaligned"] = [name for name, p in matrices.items() if p.data_ptr() % 16]
         torch.save({**told, **taken, "start": start, "weights": weights, "gradients": gradients}, out)
     leave(0)
 

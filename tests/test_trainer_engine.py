@@ -53,6 +53,7 @@ def test_any_cut_takes_the_same_steps(
         assert cut[name] == pytest.approx(whole[name], rel=2e-6), name
     assert largest_difference(cut["weights"], whole["weights"]) < 2e-6
     assert largest_difference(cut["gradients"], whole["gradients"]) < 1e-5  # nsp_bias: 16 pairs that nearly cancel
+    assert cut["unaligned"] == []  # matrix products of others take twice as long on a GPU
     assert set(cut["parts"]) == {"forward", "backward", "reduce", "optimizer"} and min(cut["parts"].values()) > 0
 
 

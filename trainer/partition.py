@@ -8,7 +8,7 @@ Read from DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``runtime/zero/st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,26 @@ def read_partition(engine: Any, zero_stage: int) -> Partition:
     _require(all(b.master.dtype == torch.float32 and b.master.is_contiguous() for b in buffers), "fp32 partitions")
     _require_whole(buffers, shapes, zero.dp_process_group)
     return Partition(buffers, shapes, True, ranks if zero_stage == 3 else 1)
+
+
+def add_up_with(engine: Any, accumulate: Callable[[Tensor | None, Tensor], Tensor]) -> None:
+    """Have stages 1 and 2 in fp16 add gradients to their fp32 sums by ``accumulate``; DeepSpeed takes two passes."""
+    zero = engine.optimizer
+    if type(zero).__name__ != "DeepSpeedZeroOptimizer" or zero.dtype == torch.float32:
+        return
+    used = ("_fill_param_grad_accum_attribute", "_add_to_grad_partition_buffer", "use_grad_accum_attribute")
+    _require(all(hasattr(zero, name) for name in used), "how gradients are added up")
+
+    def fill(parameter: Any) -> None:  # stage 1: over the micro-batches, whole tensors
+        if parameter.grad is not None:
+            parameter.grad_accum = accumulate(parameter.grad_accum, parameter.grad)
+            parameter.grad = None
+
+    def add(own: Tensor | None, reduced: Tensor) -> None:  # both: what was reduced, to this rank's share
+        if own is not None:
+            accumulate(own, reduced)
+
+    zero._fill_param_grad_accum_attribute, zero._add_to_grad_partition_buffer = fill, add
 
 
 def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
