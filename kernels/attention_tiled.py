@@ -6,6 +6,9 @@ no gradient is shared by programs, and none needs atomics or carries partial sum
 
     P = softmax(Q K^T / sqrt(H)),  out = (D * P) V,  D = dropout's multiplier
     dV = (D * P)^T dO,  dS = P * (D * (dO V^T) - rowsum(out * dO)),  dQ = dS K / sqrt(H),  dK = dS^T Q / sqrt(H)
+
+The row sum equals rowsum(P * D * (dO V^T)), and halves take the shorter way to it. In fp32 its rounding would be the
+largest error, being another one than that of the terms it is taken off: there it is summed from these, in a pass more.
 """
 
 from __future__ import annotations
@@ -41,7 +44,6 @@ def _attention_tiled_forward_kernel(
     BLOCK_M: tl.constexpr,  # queries of a program
     BLOCK_N: tl.constexpr,  # keys at a time
     DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,  # of fp32 products
 ):
     head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_seqlens + sequence)
@@ -64,7 +66,7 @@ def _attention_tiled_forward_kernel(
         there = columns_n < length
         k_at = base + HEADS * HEAD + columns_n[:, None] * (3 * HEADS * HEAD)
         k = tl.load(k_at, mask=there[:, None] & wide, other=0.0)  # (N, H)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
         scores = tl.where(there[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2_E))
         weights = tl.exp2(scores * (scale * LOG2_E) - higher[:, None])
@@ -73,12 +75,37 @@ def _attention_tiled_forward_kernel(
         if DROPOUT:
             weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), weights, 0.0)
         v = tl.load(k_at + HEADS * HEAD, mask=there[:, None] & wide, other=0.0)  # (N, H)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
         top = higher
     mixed = mixed * (gain / total)[:, None]
     out_at = out + ((start + queries).to(tl.int64)[:, None] * HEADS + head) * HEAD + columns[None, :]
     tl.store(out_at, mixed.to(out.dtype.element_ty), mask=row[:, None] & wide)
     tl.store(lse + head.to(tl.int64) * tokens + start + queries, top + tl.log2(total), mask=row)
+
+
+@triton.jit
+def _query_tile(
+    q,  # (M, H)
+    do,  # (M, H)
+    k,  # (N, H)
+    v,  # (N, H)
+    log_total,  # (M,) fp32
+    a,  # (M,) uint32, of dropout.row_keys, as b
+    b,
+    first,  # of the keys
+    scale,
+    cut,
+    BLOCK_N: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """The weights, and their gradients less the gain: (M, N) fp32 each."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    # A column beyond the end gets weights of at most 1 that meet zeros in k and v: it adds nothing.
+    weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
+    d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")
+    if DROPOUT:
+        d_weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), d_weights, 0.0)
+    return weights, d_weights
 
 
 @triton.jit
@@ -102,7 +129,7 @@ def _attention_tiled_query_kernel(
     BLOCK_M: tl.constexpr,  # queries of a program
     BLOCK_N: tl.constexpr,  # keys at a time
     DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,  # fp32
 ):
     head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_seqlens + sequence)
@@ -121,26 +148,31 @@ def _attention_tiled_query_kernel(
     q = tl.load(qkv + base + queries[:, None] * ROW, mask=mask, other=0.0)
     do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
     log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
-    o = tl.load(out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
-    mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(delta + stat + queries, mean, mask=row)
+    a, b = queries, queries  # of no use without dropout
     if DROPOUT:
         a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
+    if EXACT:
+        mean = tl.zeros((BLOCK_M,), tl.float32)
+        for first in range(0, length, BLOCK_N):
+            kv_at = base + HEADS * HEAD + (first + tl.arange(0, BLOCK_N))[:, None] * ROW
+            kv_mask = (first + tl.arange(0, BLOCK_N) < length)[:, None] & wide
+            k = tl.load(qkv + kv_at, mask=kv_mask, other=0.0)  # (N, H)
+            v = tl.load(qkv + kv_at + HEADS * HEAD, mask=kv_mask, other=0.0)  # (N, H)
+            weights, d_weights = _query_tile(q, do, k, v, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT)
+            mean += tl.sum(weights * (d_weights * gain), 1)
+    else:
+        o = tl.load(out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
+        mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta + stat + queries, mean, mask=row)
     dq = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
     for first in range(0, length, BLOCK_N):
-        columns_n = first + tl.arange(0, BLOCK_N)
-        kv_at = base + HEADS * HEAD + columns_n[:, None] * ROW
-        kv_mask = (columns_n < length)[:, None] & wide
-        # A column beyond the end gets weights of at most 1 that meet zeros in k and v: it adds nothing.
+        kv_at = base + HEADS * HEAD + (first + tl.arange(0, BLOCK_N))[:, None] * ROW
+        kv_mask = (first + tl.arange(0, BLOCK_N) < length)[:, None] & wide
         k = tl.load(qkv + kv_at, mask=kv_mask, other=0.0)  # (N, H)
         v = tl.load(qkv + kv_at + HEADS * HEAD, mask=kv_mask, other=0.0)  # (N, H)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N)
-        weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
-        d_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (M, N), less the gain
-        if DROPOUT:
-            d_weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), d_weights, 0.0)
+        weights, d_weights = _query_tile(q, do, k, v, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT)
         d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
-        dq = tl.dot(d_scores, k, dq, input_precision=PRECISION)
+        dq = tl.dot(d_scores, k, dq, input_precision="ieee")
     tl.store(d_qkv + base + queries[:, None] * ROW, (dq * scale).to(d_qkv.dtype.element_ty), mask=mask)
 
 
@@ -164,7 +196,6 @@ def _attention_tiled_key_kernel(
     BLOCK_M: tl.constexpr,  # queries at a time
     BLOCK_N: tl.constexpr,  # keys of a program
     DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_seqlens + sequence)
@@ -192,18 +223,18 @@ def _attention_tiled_key_kernel(
         # A row beyond the end gets weights of 0.
         log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
         mean = tl.load(delta + stat + queries, mask=row, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (M, N)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
         weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
-        d_weights = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (M, N), less the gain
+        d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")  # (M, N), less the gain
         dropped = weights
         if DROPOUT:
             a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
             stays = dropout.kept(a, b, tile * BLOCK_N, cut, BLOCK_N)
             dropped = tl.where(stays, weights, 0.0)
             d_weights = tl.where(stays, d_weights, 0.0)
-        dv = tl.dot(tl.trans(dropped.to(do.dtype)), do, dv, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(dropped.to(do.dtype)), do, dv, input_precision="ieee")
         d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
-        dk = tl.dot(tl.trans(d_scores), q, dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(d_scores), q, dk, input_precision="ieee")
     tl.store(d_qkv + kv_at, (dk * scale).to(d_qkv.dtype.element_ty), mask=kv_mask)
     tl.store(d_qkv + kv_at + HEADS * HEAD, (dv * gain).to(d_qkv.dtype.element_ty), mask=kv_mask)
 
@@ -236,7 +267,6 @@ def _constants(launch: _Launch, qkv: Tensor, dropout_p: float, keys: Tensor | No
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
         "DROPOUT": keys is not None and dropout_p > 0,
-        "PRECISION": "ieee",
         "num_warps": launch.warps,
         "num_stages": launch.stages,
         "maxnreg": launch.registers,
@@ -278,7 +308,17 @@ def backward(
     _, by_query, by_key = _launches(size, qkv.dtype)
     numbers = (tokens, 1 / math.sqrt(size), site, *dropout.kernel_constants(keys, dropout_p))
     _attention_tiled_query_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_query.block_m))](
-        qkv, out, d_out, d_qkv, cu_seqlens, keys, lse, delta, *numbers, **_constants(by_query, qkv, dropout_p, keys)
+        qkv,
+        out,
+        d_out,
+        d_qkv,
+        cu_seqlens,
+        keys,
+        lse,
+        delta,
+        *numbers,
+        EXACT=qkv.dtype == torch.float32,
+        **_constants(by_query, qkv, dropout_p, keys),
     )
     _attention_tiled_key_kernel[(heads, cu_seqlens.numel() - 1, triton.cdiv(max_seqlen, by_key.block_n))](
         qkv, d_out, d_qkv, cu_seqlens, keys, lse, delta, *numbers, **_constants(by_key, qkv, dropout_p, keys)

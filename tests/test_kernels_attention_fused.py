@@ -56,6 +56,7 @@ def compare(lengths: list[int], heads: int, size: int, dtype: torch.dtype, p: fl
         (torch.float32, [5, 32], 20),
         (torch.float32, [64], 32),
         (torch.float32, [65, 1], 64),
+        (torch.float32, [2, 9], 96),
         (torch.float32, [3], 80),
         (torch.float32, [34], 128),
     ],
