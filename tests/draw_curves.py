@@ -1,0 +1,157 @@
+"""Trains one model in several ways on the same samples, and draws the losses over one another, by hand, on GPUs.
+
+    python tests/draw_curves.py OUT --shards SHARDS [--plan stages batches]     train; OUT gets a folder a run
+    python tests/draw_curves.py OUT --draw docs/curves.png                      draw what is there
+
+``stages``: BERT-Base with LAMB at 8,192 sequences in fp16, under ZeRO 1, 2 and 3 on two GPUs, ZeRO 1 on one, and
+ZeRO 0 in fp32 for a shorter while. ``batches``: LAMB and Adam at 256 and 8,192 sequences over equally many samples.
+``--small`` trains a small model at small batches on CPUs, to see that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ranks
+import yaml
+
+from data_prep.manifest import load_manifest
+from trainer.journal import read_lines
+
+LENGTH = 32  # of the sequences: the most steps for the time
+RATES = {"lamb": 4e-3, "adam": 6e-4}  # at 8,192 sequences; elsewhere by the root of the batch
+WARMUP = 20  # steps of 8,192; the rate stays constant after it
+SMALL = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64}
+
+
+class Curve(NamedTuple):
+    """A run; its name stands in the picture."""
+
+    name: str
+    gpus: tuple[int, ...]
+    stage: int = 1
+    optimizer: str = "lamb"
+    batch: int = 8192
+    samples: int = 200 * 8192
+    precision: str = "auto"
+
+
+PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side, on their own GPUs
+    "stages": [
+        [Curve("ZeRO 1, 2 GPUs", (0, 1))],
+        [Curve("ZeRO 2, 2 GPUs", (0, 1), 2)],
+        [Curve("ZeRO 3, 2 GPUs", (0, 1), 3)],
+        [Curve("ZeRO 1, 1 GPU", (0,)), Curve("ZeRO 0, fp32, 1 GPU", (1,), 0, samples=30 * 8192, precision="fp32")],
+    ],
+    "batches": [
+        [Curve(f"{name}, 256", (gpu,), 1, name, 256, 100 * 8192) for gpu, name in enumerate(RATES)],
+        *([Curve(f"{name}, 8,192", (0, 1), 1, name, 8192, 100 * 8192)] for name in RATES),
+    ],
+}
+
+
+def configuration(curve: Curve, shards: Path, out: Path, small: bool) -> dict[str, Any]:
+    """What the run's YAML holds."""
+    by = 64 if small else 1
+    batch, steps = curve.batch // by, curve.samples // curve.batch
+    rate = RATES[curve.optimizer] * (curve.batch / 8192) ** 0.5
+    phase = {
+        **{"name": "all", "train": str(shards), "sequence_length": LENGTH, "steps": steps, "global_batch": batch},
+        **{
+            "micro_batch": min(batch, 1024),
+            "learning_rate": rate,
+            "warmup_steps": WARMUP * 8192 // curve.batch,
+            "power": 0.0,
+        },
+    }
+    return {
+        "run": {"name": curve.name, "folder": str(out / curve.name.replace(", ", "-").replace(" ", "-")), "seed": 1},
+        "model": {"vocab_size": load_manifest(shards).tokenizer.vocab_size, **(SMALL if small else {})},
+        "optimizer": {"name": curve.optimizer, "gradient_clipping": 1.0},
+        "engine": {"zero_stage": curve.stage, "precision": curve.precision, "initial_loss_scale": 2.0**20},
+        "phases": [phase],
+        "checkpoint": {"every_steps": 10**6, "keep": 1},
+        "metrics": {"port": None, "log_every_steps": 10},
+    }
+
+
+def start(curve: Curve, shards: Path, out: Path, small: bool) -> subprocess.Popen[bytes]:
+    """The run under torchrun; its output goes into a file beside its folder."""
+    config = configuration(curve, shards, out, small)
+    path = Path(config["run"]["folder"]).with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(curve.gpus))]
+    command += ["--master_port", str(ranks.free_port()), "-m", "trainer", "--config", str(path)]
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, curve.gpus)), "PYTHONPATH": os.environ["PYTHONPATH"]}
+    with path.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, cwd=ranks.ROOT, env=os.environ | visible, stdout=log, stderr=log)
+
+
+def train(plan: str, shards: Path, out: Path, small: bool) -> None:
+    """All runs of a plan, a line each as they end."""
+    out.mkdir(parents=True, exist_ok=True)
+    for row in PLANS[plan]:
+        running = [(curve, start(curve, shards, out, small)) for curve in row]
+        for curve, process in running:
+            print(f"{curve.name}: {'trained' if process.wait() == 0 else 'failed, see its log'}", flush=True)
+
+
+def draw(out: Path, picture: Path) -> None:
+    """Losses, the loss scale, trust ratios; and the losses by samples of the second plan. Prints what they come to."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for plan, rows in PLANS.items():
+        for curve in (curve for row in rows for curve in row):
+            path = out / curve.name.replace(", ", "-").replace(" ", "-") / "metrics.jsonl"
+            if not path.is_file():
+                continue
+            steps = [record for record in read_lines(path) if record["event"] == "step"]
+            last = [record["loss"] for record in steps][-10:]
+            print(f"{curve.name}: {len(steps)} steps, mean loss of the last {len(last)} {sum(last) / len(last):.4f}")
+            kept = steps if curve.batch > 256 else steps[::32]
+            line = {"label": curve.name, "linewidth": 1.0, "alpha": 0.8}
+            if plan == "batches":
+                axes[1, 1].plot([r["position"] / 1e6 for r in kept], [r["loss"] for r in kept], **line)
+                continue
+            axes[0, 0].plot([r["step"] for r in kept], [r["loss"] for r in kept], **line)
+            axes[0, 1].plot([r["step"] for r in kept], [r["loss_scale"] for r in kept], **line)
+            own = axes[1, 0].plot([r["step"] for r in kept], [r["trust_mean"] for r in kept], **line)
+            for bound in ("trust_min", "trust_max"):
+                axes[1, 0].plot([r["step"] for r in kept], [r[bound] for r in kept], ":", color=own[0].get_color())
+    axes[0, 1].set_yscale("log", base=2)
+    axes[1, 0].set_yscale("log")
+    titles = ("loss, LAMB at 8,192", "loss scale", "trust ratios: least, mean, largest", "loss, by millions of samples")
+    for axis, title in zip(axes.flat, titles, strict=True):
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.legend(frameon=False, fontsize=7)
+    figure.savefig(picture, dpi=130)
+    print(picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shards", type=Path, help=f"training shards of sequences of {LENGTH}")
+    parser.add_argument("--plan", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--draw", type=Path, metavar="PNG")
+    given = parser.parse_args()
+    if given.draw is not None:
+        draw(given.out, given.draw)
+        return
+    for plan in given.plan:
+        train(plan, given.shards, given.out, given.small)
+
+
+if __name__ == "__main__":
+    main()
