@@ -1,12 +1,16 @@
-"""Adds half-precision gradients up in fp32, reading and writing everything once.
+"""Adds many tensors' gradients into one flat buffer, in one launch that reads and writes everything once.
 
-    total ← total + gradient      or, for the first one, total ← gradient
+    out[place … place + n] ← gradient, rounded                    the first of several, or the only one
+    out[place … place + n] ← total[place … place + n] + gradient  the next ones; ``total`` may be ``out``
 
-10 bytes an element, 6 for the first. PyTorch's own ``total.add_(gradient.float())`` writes the gradient as fp32 first
-and reads it again, with a cast that does not load wide: 4.5 times as long on an H200 (docs/lab.md).
+Sums are fp32, whatever the dtypes. A tensor whose place is not a multiple of 8 elements, or whose memory does not begin
+at 16 bytes, would be read a number at a time: PyTorch moves those few.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,38 +18,96 @@ from torch import Tensor
 from kernels.backend import fused, tl, triton
 
 BLOCK = 4096  # elements of a program
+ALIGNED, BYTES = 8, 16
 
 
-def accumulate_reference(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """See above; ``total`` changes in place."""
-    return gradient.float() if total is None else total.add_(gradient.view_as(total))
+@dataclass
+class Places:
+    """Where tensors lie in a flat buffer. Made by ``make_places``."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    table: Tensor  # (U, 4) int64: tensor, its block, its place / ALIGNED, its length
+    pointers: Tensor  # (K,) int64, where the gradients are
+    seen: list[int]  # the same on the host
+
+
+def make_places(offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> Places:
+    """The table of tensors that begin at ``offsets`` and have so many elements."""
+    rows = [
+        [tensor, block, offset // ALIGNED, length]
+        for tensor, (offset, length) in enumerate(zip(offsets, lengths, strict=True))
+        if offset % ALIGNED == 0
+        for block in range(-(-length // BLOCK))
+    ]
+    table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
+    return Places(
+        tuple(offsets), tuple(lengths), table, torch.zeros(len(lengths), dtype=torch.int64, device=device), []
+    )
+
+
+def accumulate_reference(out: Tensor, gradients: Sequence[Tensor | None], places: Places, total: Tensor | None) -> None:
+    """See above; no gradient is one of zeros."""
+    for gradient, offset, length in zip(gradients, places.offsets, places.lengths, strict=True):
+        _move(out, gradient, offset, length, total)
+
+
+def _move(out: Tensor, gradient: Tensor | None, offset: int, length: int, total: Tensor | None) -> None:
+    own = out[offset : offset + length]
+    value = torch.zeros((), device=out.device) if gradient is None else gradient.reshape(-1).float()
+    own.copy_(value if total is None else total[offset : offset + length].float() + value)
 
 
 @triton.jit
 def _accumulate_kernel(
-    total,  # (size,) fp32
-    gradient,  # (size,) fp16 or bf16
-    size,
-    FIRST: tl.constexpr,  # whether ``total`` holds nothing yet
+    out,  # (size,) fp32, fp16 or bf16
+    total,  # (size,) fp32; not read without ADD
+    pointers,  # (K,) int64; 0: no gradient
+    table,  # (U, 4) int64
+    SOURCE: tl.constexpr,  # the gradients' dtype
+    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
-    value = tl.load(gradient + at, mask=mask).to(tl.float32)
-    if not FIRST:
-        value += tl.load(total + at, mask=mask)
-    tl.store(total + at, value, mask=mask)
+    row = table + tl.program_id(0) * 4
+    address = tl.load(pointers + tl.load(row))
+    start = tl.load(row + 1) * BLOCK
+    at = start + tl.arange(0, BLOCK)
+    mask = at < tl.load(row + 3)
+    gradient = tl.multiple_of(address.to(tl.pointer_type(SOURCE)), 16)
+    value = tl.load(gradient + at, mask=mask & (address != 0), other=0.0).to(tl.float32)
+    place = tl.load(row + 2) * 8 + at
+    if ADD:
+        value += tl.load(total + place, mask=mask)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
 
 
-def accumulate(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """``total`` (any shape, fp32, contiguous, None before the first), with ``gradient`` of as many elements added."""
-    if not fused(gradient) or gradient.dtype == torch.float32 or gradient.numel() == 0:
-        return accumulate_reference(total, gradient)
-    first, gradient = total is None, gradient.contiguous()
-    if total is None:
-        total = torch.empty_like(gradient, dtype=torch.float32)
-    if not total.is_contiguous() or total.dtype != torch.float32 or total.numel() != gradient.numel():
-        raise ValueError(f"total is {total.dtype} {tuple(total.shape)}; it must be contiguous fp32, as the gradient is")
-    grid = (triton.cdiv(gradient.numel(), BLOCK),)
-    _accumulate_kernel[grid](total, gradient, gradient.numel(), FIRST=first, BLOCK=BLOCK, num_warps=8)
-    return total
+def accumulate(out: Tensor, gradients: Sequence[Tensor | None], places: Places, total: Tensor | None = None) -> None:
+    """Set ``out`` (size,) to ``total`` (size,) fp32, or to nothing, plus the gradients, contiguous and of one dtype.
+
+    What lies between the tensors is left as it is.
+    """
+    if not fused(out):
+        accumulate_reference(out, gradients, places, total)
+        return
+    given = [gradient for gradient in gradients if gradient is not None]
+    dtypes = {gradient.dtype for gradient in given}
+    if len(dtypes) != 1 or not all(gradient.is_contiguous() for gradient in given):
+        raise ValueError(f"gradients are of {sorted(map(str, dtypes))}; they must be contiguous, and of one dtype")
+    addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+    by_kernel = [
+        address % BYTES == 0 and offset % ALIGNED == 0
+        for address, offset in zip(addresses, places.offsets, strict=True)
+    ]
+    if addresses != places.seen:
+        told = torch.tensor([address if fits else 0 for address, fits in zip(addresses, by_kernel, strict=True)])
+        places.pointers.copy_(told.pin_memory() if out.is_cuda else told, non_blocking=True)
+        places.seen = addresses
+    if len(places.table) > 0:
+        buffers = out, out if total is None else total, places.pointers, places.table
+        source = getattr(tl, str(dtypes.pop()).removeprefix("torch."))
+        _accumulate_kernel[(len(places.table),)](
+            *buffers, SOURCE=source, ADD=total is not None, BLOCK=BLOCK, num_warps=8
+        )
+    for gradient, offset, length, fits in zip(gradients, places.offsets, places.lengths, by_kernel, strict=True):
+        if not fits:
+            _move(out, gradient, offset, length, total)

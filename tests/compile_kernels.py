@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kernels import backend, dropout
-from kernels.accumulate import accumulate
+from kernels.accumulate import accumulate, make_places
 from kernels.adam import Moments, adam_update
 from kernels.attention import attention
 from kernels.backend import triton
@@ -102,7 +102,9 @@ def run_optimizers() -> None:
         gradient = torch.ones(size, dtype=dtype)
         flat = Flat(torch.ones(size), torch.ones(size), torch.ones(size), gradient if dtype == HALF else None)
         gradient_square_sum(gradient, layout)
-        accumulate(accumulate(None, gradient), gradient)
+        places = make_places([0], [size], torch.device("cpu"))
+        accumulate(flat.master, [gradient], places)
+        accumulate(gradient, [gradient], places, flat.master)
         adam_update(flat, gradient, layout, moments, 1, 1e-3, factor)
         sums = torch.ones(3, 2)
         lamb_begin(flat, gradient, layout, moments, 1, 1e-3, factor, sums)

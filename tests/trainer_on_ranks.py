@@ -78,9 +78,9 @@ def follow(place: Place, path: Path) -> None:
         place.step, place.micro_batch = number + 1, -1
         return result
 
-    def micro_step(self: Engine[Bert], batch: MicroBatch, counts: GlobalCounts, number: int) -> Tensor:
+    def micro_step(self: Engine[Bert], batch: MicroBatch, *others: Any) -> Tensor:
         place.micro_batch += 1
-        return take_micro(self, batch, counts, number)
+        return take_micro(self, batch, *others)
 
     Engine.step, Engine._micro_step = step, micro_step  # type: ignore[assignment, method-assign]
 

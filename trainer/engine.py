@@ -16,15 +16,14 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from kernels import backend
-from kernels.accumulate import accumulate, accumulate_reference
 from kernels.dropout import token_keys
 from trainer.batch import Rows
 from trainer.errors import NotFiniteError, TrainerError
+from trainer.gradients import Gradients
 from trainer.loss_scale import POWERS_OF_TWO, LossScale, next_scale
 from trainer.model import Encoder
 from trainer.optimizer import OptimizerConfig, make_optimizer
-from trainer.partition import add_up_with, fill_masters, read_partition, refresh_weights
+from trainer.partition import fill_masters, read_partition, refresh_weights, take_halves
 from trainer.stopwatch import Stopwatch
 from trainer.world import World
 
@@ -178,10 +177,10 @@ class Engine(Generic[M]):
         self._deepspeed.allreduce_gradients = self._timed(self._deepspeed.allreduce_gradients)
         self.model: M = self._deepspeed.module
         self.partition = read_partition(self._deepspeed, config.zero_stage)
-        fused = backend.resolve(world.device.type).name == "triton"  # in this thread: hooks run in another
-        add_up_with(self._deepspeed, accumulate if fused else accumulate_reference)
         fill_masters(self.partition, drawn)  # DeepSpeed made them from rounded weights
         self.optimizer.bind(self.partition)
+        halves = take_halves(self._deepspeed)
+        self._gradients = None if halves is None else Gradients(halves, config.zero_stage, self.optimizer)
         scaled = self.precision == "fp16"
         self.loss_scale = LossScale(
             config.initial_loss_scale if scaled else 1.0, growth_interval=config.loss_scale_growth_interval
@@ -205,12 +204,10 @@ class Engine(Generic[M]):
         self.optimizer.rate, self.optimizer.gradient_scale = rate, self.loss_scale.scale
         sums = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
-            self._deepspeed.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            sums = sums + self._micro_step(batch, counts, step)
+            sums = sums + self._micro_step(batch, counts, step, index == 0, index == len(batches) - 1)
         self.watch.begin("optimizer")
-        self._deepspeed.step()
+        applied = self._move()
         self.watch.begin("")
-        applied = bool(self._deepspeed.was_step_applied())
         used = self.loss_scale.scale
         if self.precision == "fp16":
             self.loss_scale = next_scale(self.loss_scale, not applied)
@@ -236,11 +233,25 @@ class Engine(Generic[M]):
 
         return timed
 
-    def _micro_step(self, batch: Rows, counts: Any, step: int) -> Tensor:
+    def _micro_step(self, batch: Rows, counts: Any, step: int, first: bool, last: bool) -> Tensor:
         self.watch.begin("forward")
         batch = batch.to(self.world.device)
         keys = token_keys(self.seed, step, batch.samples, batch.positions, batch.cu_seqlens)
-        output = self._deepspeed(batch, keys)
+        output = (self._deepspeed if self._gradients is None else self.model)(batch, keys)
+        loss = output.mean(counts) * self.loss_scale.scale
         self.watch.begin("backward")
-        self._deepspeed.backward(output.mean(counts) * self.loss_scale.scale, scale_wrt_gas=False)
+        if self._gradients is None:
+            self._deepspeed.set_gradient_accumulation_boundary(last)
+            self._deepspeed.backward(loss, scale_wrt_gas=False)
+        else:
+            torch.autograd.backward(loss)
+            self.watch.begin("reduce")
+            self._gradients.add(first, last)
         return torch.stack([value.detach().double() for value in output])
+
+    def _move(self) -> bool:
+        """Step by the gradients; False where these overflowed."""
+        if self._gradients is not None:
+            return self._gradients.step()
+        self._deepspeed.step()
+        return bool(self._deepspeed.was_step_applied())

@@ -95,6 +95,7 @@ class LambertOptimizer(torch.optim.Optimizer):
         self.gradient_scale = 1.0  # what the loss was multiplied by
         self.gradient_norm = torch.zeros(())  # of the last step: global, unscaled, before clipping
         self.trust: Tensor | None = None  # (K,) LAMB's ratios of the last step
+        self.copies: list[Tensor] | None = None  # where each buffer's weights go, rounded; None: DeepSpeed copies
 
     def bind(self, partition: Partition) -> None:
         """Step over ``partition`` from now on, with zero moments. Until then ``step`` does nothing."""
@@ -121,20 +122,32 @@ class LambertOptimizer(torch.optim.Optimizer):
         """
         if self.partition is None:
             return  # DeepSpeed's initialisation may try the optimizer on zero gradients
-        self.steps += 1
         gradients = [_gradient(buffer) for buffer in self.partition.buffers]
-        unscale = self.partition.divisor / self.gradient_scale
-        both = zip(gradients, self.layouts, strict=True)
-        squares = torch.stack([gradient_square_sum(*pair) for pair in both]).sum() * unscale**2
-        factor = torch.full_like(squares, unscale)
-        if self.config.gradient_clipping > 0:  # the moments must see clipped gradients: a second all-reduce
-            norm = self._complete(squares.clone()).sqrt()
-            factor *= (self.config.gradient_clipping / norm).clamp(max=1.0)
-        self.gradient_norm = self._update(gradients, factor, squares).sqrt()
+        self.move(gradients, self.square_sum(gradients))
 
-    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
+    def square_sum(self, gradients: list[Tensor]) -> Tensor:
+        """() fp32: of this rank's gradients, by buffer, flat, of any dtype; unscaled. Not finite where one is not."""
+        both = zip(gradients, self.layouts, strict=True)
+        return torch.stack([gradient_square_sum(*pair) for pair in both]).sum() * self._unscale**2
+
+    @torch.no_grad()
+    def move(self, gradients: list[Tensor], squares: Tensor, whole: Tensor | None = None) -> None:
+        """One step by gradients of this ``square_sum``; ``whole``: that of all ranks, where it is known already."""
+        self.steps += 1
+        factor = torch.full_like(squares, self._unscale)
+        if self.config.gradient_clipping > 0:  # the moments must see clipped gradients: a second all-reduce
+            whole = self.complete(squares.clone()) if whole is None else whole
+            factor *= (self.config.gradient_clipping / whole.sqrt()).clamp(max=1.0)
+        self.gradient_norm = self._update(gradients, factor, squares, whole).sqrt()
+
+    @property
+    def _unscale(self) -> float:
+        assert self.partition is not None
+        return self.partition.divisor / self.gradient_scale
+
+    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor, whole: Tensor | None) -> Tensor:
         """Move the weights by ``factor`` times the gradients. ``squares`` () is this rank's sum of squared
-        gradients, unscaled and before clipping; returns that of all ranks.
+        gradients, unscaled and before clipping; returns that of all ranks, ``whole`` where it is known.
         """
         raise NotImplementedError
 
@@ -150,9 +163,12 @@ class LambertOptimizer(torch.optim.Optimizer):
 
     def _flats(self) -> list[Flat]:
         assert self.partition is not None
-        return [Flat(b.master.view(-1), *self.moments(b).values()) for b in self.partition.buffers]
+        flats = [Flat(b.master.view(-1), *self.moments(b).values()) for b in self.partition.buffers]
+        if self.copies is None:
+            return flats
+        return [flat._replace(copy=copy) for flat, copy in zip(flats, self.copies, strict=True)]
 
-    def _complete(self, sums: Tensor) -> Tensor:
+    def complete(self, sums: Tensor) -> Tensor:
         """Partial sums over the ranks' shares, made whole."""
         assert self.partition is not None
         if self.partition.shared:
@@ -178,26 +194,26 @@ class LambertOptimizer(torch.optim.Optimizer):
 class Adam(LambertOptimizer):
     """AdamW, or the original BERT's Adam with ``bias_correction: false``."""
 
-    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
+    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor, whole: Tensor | None) -> Tensor:
         for flat, gradient, layout in zip(self._flats(), gradients, self.layouts, strict=True):
             adam_update(flat, gradient, layout, self._moments(), self.steps, self.rate, factor)
-        return self._complete(squares)
+        return self.complete(squares) if whole is None else whole
 
 
 class Lamb(LambertOptimizer):
     """LAMB: Adam's direction, with each tensor's step scaled to its own norm."""
 
-    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor) -> Tensor:
+    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor, whole: Tensor | None) -> Tensor:
         flats, moments, rate = self._flats(), self._moments(), self.rate
         sums = squares.new_zeros(len(self.rows) + 1, 2)  # the last row takes the gradients' squares along
         sums[-1, 0] = squares
         for flat, gradient, layout in zip(flats, gradients, self.layouts, strict=True):
             lamb_begin(flat, gradient, layout, moments, self.steps, rate, factor, sums[:-1])
-        sums = self._complete(sums)
+        sums = self.complete(sums)
         self.trust = trust_ratios(sums[:-1], moments)
         for flat, layout in zip(flats, self.layouts, strict=True):
             lamb_finish(flat, layout, moments, self.steps, rate, self.trust)
-        return sums[-1, 0]
+        return sums[-1, 0] if whole is None else whole
 
 
 def make_optimizer(parameters: Iterator[Tensor], config: OptimizerConfig) -> LambertOptimizer:

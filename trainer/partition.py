@@ -8,13 +8,13 @@ Read from DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``runtime/zero/st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.errors import TrainerError
 
@@ -76,24 +76,28 @@ def read_partition(engine: Any, zero_stage: int) -> Partition:
     return Partition(buffers, shapes, True, ranks if zero_stage == 3 else 1)
 
 
-def add_up_with(engine: Any, accumulate: Callable[[Tensor | None, Tensor], Tensor]) -> None:
-    """Have stages 1 and 2 in fp16 add gradients to their fp32 sums by ``accumulate``; DeepSpeed takes two passes."""
+class Halves(NamedTuple):
+    """The model's weights in half precision under stages 1 and 2: one row, cut into equal shares over the ranks."""
+
+    flat: Tensor  # (size,) fp16 or bf16
+    share: Tensor  # (size / ranks,), this rank's part of it
+    placed: tuple[tuple[nn.Parameter, int], ...]  # the parameters, views of it, and where each begins
+
+
+def take_halves(engine: Any) -> Halves | None:
+    """The row of a freshly initialised engine, whose hooks on gradients are taken away; None where there is none."""
     zero = engine.optimizer
     if type(zero).__name__ != "DeepSpeedZeroOptimizer" or zero.dtype == torch.float32:
-        return
-    used = ("_fill_param_grad_accum_attribute", "_add_to_grad_partition_buffer", "use_grad_accum_attribute")
-    _require(all(hasattr(zero, name) for name in used), "how gradients are added up")
-
-    def fill(parameter: Any) -> None:  # stage 1: over the micro-batches, whole tensors
-        if parameter.grad is not None:
-            parameter.grad_accum = accumulate(parameter.grad_accum, parameter.grad)
-            parameter.grad = None
-
-    def add(own: Tensor | None, reduced: Tensor) -> None:  # both: what was reduced, to this rank's share
-        if own is not None:
-            accumulate(own, reduced)
-
-    zero._fill_param_grad_accum_attribute, zero._add_to_grad_partition_buffer = fill, add
+        return None
+    _require(len(zero.bit16_groups_flat) == 1, "several groups")
+    [flat], [parameters] = zero.bit16_groups_flat, zero.round_robin_bit16_groups
+    placed = tuple(zip(parameters, zero.round_robin_bit16_offsets[0], strict=True))
+    begin = flat.data_ptr()
+    _require(all(p.data_ptr() == begin + at * flat.element_size() for p, at in placed), "weights in one row")
+    for hook in zero._grad_acc_hooks:
+        hook.remove()
+    [shares] = zero.parallel_partitioned_bit16_groups
+    return Halves(flat, shares[dist.get_rank(zero.dp_process_group)], placed)
 
 
 def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
