@@ -220,6 +220,10 @@ class Engine(Generic[M]):
             return StepResult(sums, torch.full_like(self.optimizer.gradient_norm, torch.inf), None, False, used)
         return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, True, used)
 
+    def close(self) -> None:
+        """Let go of what DeepSpeed's hooks hold, where a process makes several engines."""
+        self._deepspeed.destroy()
+
     def refresh_weights(self) -> None:
         """Make the weights those of the masters, after a checkpoint filled these."""
         refresh_weights(self._deepspeed, self.stage)

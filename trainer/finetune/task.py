@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class TaskBatch(Rows):
 
     places: Tensor  # (P,) int64, index into T of each position that the head reads, example after example
     targets: Tensor  # (K,) int64 or fp32, as the task's loss wants them; empty where nobody knows
+    weight: float = 1.0  # of its loss; 0 where it only keeps a rank in step with the others
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class TaskModel(Encoder):
 
     def forward(self, batch: TaskBatch, keys: Tensor | None = None) -> TaskOutput:
         """The loss; ``keys`` (T, 2) int32 switch dropout on, None is evaluation."""
-        return TaskOutput(self.task.loss(self.answers(batch, keys), batch))
+        return TaskOutput(self.task.loss(self.answers(batch, keys), batch) * batch.weight)
 
     def answers(self, batch: TaskBatch, keys: Tensor | None = None) -> Tensor:
         """The head's outputs, fp32: (B, task.outputs) where it is pooled, (P, task.outputs) at ``places`` elsewhere."""
@@ -101,14 +102,41 @@ class TaskModel(Encoder):
 class Task(Protocol):
     """A task: pure, made from its name and its data. Raises TrainerError for data that do not fit, by file and line."""
 
-    name: str
-    measure: str  # the figure of ``score`` that it is judged by: higher is better
-    outputs: int  # numbers that the head gives for each row
-    pooled: bool  # whether the head reads [CLS] through the pooler, or the tokens at ``places``
-    drops: bool  # whether dropout stands before the head
-    hidden_head: bool  # whether the head has a hidden layer
-    labels: tuple[str, ...]  # names of the classes, in order; empty where there are none
-    dtype: torch.dtype  # of the targets
+    @property
+    def name(self) -> str:
+        """As the command line has it."""
+
+    @property
+    def measure(self) -> str:
+        """The figure of ``score`` that it is judged by: higher is better."""
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the head gives for each row."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the head reads [CLS] through the pooler, or the tokens at ``places``."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout stands before the head."""
+
+    @property
+    def hidden_head(self) -> bool:
+        """Whether the head has a hidden layer."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, in order; empty where there are none."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the targets."""
+
+    @property
+    def export_class(self) -> str:
+        """The class of transformers that has this linear head, "BertForTokenClassification"; empty where none has."""
 
     def read(self, path: Path) -> list[Any]:
         """The records of a file."""
@@ -130,6 +158,19 @@ class Task(Protocol):
         Answers of a unit: (examples, outputs) where pooled, (places of all its examples, outputs) elsewhere.
         """
 
+    def predictions(
+        self, records: Sequence[Any], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
+    ) -> list[dict[str, Any]]:
+        """What it says about each record, in order, as a row of plain values for a TSV or JSON-lines file."""
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """A task that can tokenise many records at once, which is quicker than ``Task.units`` one by one."""
+
+    def all_units(self, records: Sequence[Any], tokenizer: Tokenizer, longest: int, training: bool) -> list[list[Unit]]:
+        """``Task.units`` of each record."""
+
 
 def collate(units: Sequence[Unit], samples: Sequence[int], targets: torch.dtype) -> TaskBatch:
     """Whole units as one micro-batch. ``samples``: a number for each unit, which keys its dropout."""
@@ -145,7 +186,7 @@ def collate(units: Sequence[Unit], samples: Sequence[int], targets: torch.dtype)
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         max_seqlen=max(lengths),
         samples=torch.tensor(numbers),
-        places=torch.tensor(places),
+        places=torch.tensor(places, dtype=torch.int64),
         targets=torch.tensor([target for example in examples for target in example.targets], dtype=targets),
     )
 

@@ -1,0 +1,304 @@
+"""Parts of fine-tuning by themselves: batches, what it starts from, what it exports, and what a sweep comes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from finetune_inputs import PIECES, TINY, bert_folder, tokenizer_folder, write_classes, write_data
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data_prep.tokenizer import load_tokenizer
+from trainer import weights
+from trainer.errors import TrainerError
+from trainer.finetune import save
+from trainer.finetune.__main__ import make_job
+from trainer.finetune.data import Table, cut_of, take
+from trainer.finetune.options import Options, Setting, parse
+from trainer.finetune.predict import write_predictions
+from trainer.finetune.report import table
+from trainer.finetune.result import Result
+from trainer.finetune.start import choose, read_pretrained
+from trainer.finetune.sweep import Row, summarise
+from trainer.finetune.sweep import choose as choose_run
+from trainer.finetune.task import Example, TaskBatch, TaskModel, Unit, collate
+from trainer.model import Bert
+from trainer.order import Order
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A task of any kind of head."""
+
+    export_class: str
+    outputs: int
+    pooled: bool
+    labels: tuple[str, ...] = ()
+    hidden_head: bool = False
+    drops: bool = True
+    name: str = "toy"
+    measure: str = "accuracy"
+    dtype: torch.dtype = torch.int64
+
+    def read(self, path: Path) -> list[Any]:
+        raise NotImplementedError
+
+    def units(self, record: Any, tokenizer: Any, longest: int, training: bool) -> list[Unit]:
+        raise NotImplementedError
+
+    def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
+        return answers.sum()
+
+    def count(self, unit: Unit) -> int:
+        return sum(len(example.targets) for example in unit)
+
+    def score(self, records: Sequence[Any], units: Sequence[Unit], answers: Sequence[Any]) -> dict[str, float]:
+        raise NotImplementedError
+
+    def predictions(
+        self, records: Sequence[Any], units: Sequence[Unit], answers: Sequence[Any]
+    ) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+TAGS = Toy("BertForTokenClassification", 3, False, ("O", "B-X", "I-X"))
+KINDS = [
+    Toy("BertForSequenceClassification", 2, True, ("no", "yes")),
+    Toy("BertForSequenceClassification", 1, True),
+    TAGS,
+    Toy("BertForQuestionAnswering", 2, False, drops=False),
+    Toy("BertForMultipleChoice", 1, True),
+]
+
+
+def unit(number: int) -> Unit:
+    """One to three examples of different lengths, with several places and targets each."""
+    made = []
+    for place in range(1 + number % 3):
+        length = 3 + (5 * number + place) % 7
+        places = tuple(range(1, 1 + (number + place) % 3))
+        tokens = tuple(5 + (number + 3 * i + place) % 10 for i in range(length))
+        made.append(Example(tokens, (0, 0) + (1,) * (length - 2), places, tuple(float(p) for p in places)))
+    return tuple(made)
+
+
+UNITS = [unit(number) for number in range(23)]
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------
+
+
+def same(ours: TaskBatch, theirs: TaskBatch) -> None:
+    for field in fields(TaskBatch):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b, field.name
+
+
+@pytest.mark.parametrize("rows", [[0], [4, 1], [2, 2, 22], list(range(23))])
+def test_batches_of_a_table_are_those_of_collate(rows: list[int]) -> None:
+    samples = [100 + 7 * place for place in range(len(rows))]
+    made = Table(UNITS, TAGS).batch(np.array(rows), np.array(samples))
+    same(made, collate([UNITS[row] for row in rows], samples, torch.int64))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch", "batch"), [(1, None, 8), (2, 3, 8), (5, None, 3), (3, 1, 7)])
+def test_each_unit_is_read_once_an_epoch_however_it_is_cut(ranks: int, micro_batch: int | None, batch: int) -> None:
+    made, order, read, position = Table(UNITS, TAGS), Order((23,), 7, 1), list[int](), 0
+    while position < 2 * 23:
+        count = min(batch, 2 * 23 - position)
+        cuts = [cut_of(batch, micro_batch, rank, ranks) for rank in range(ranks)]
+        parts = [take(made, order, position, count, cut) for cut in cuts]
+        assert len({len(batches) for batches, _ in parts}) == 1  # ranks stay in step
+        assert len({counts for _, counts in parts}) == 1
+        whole = [one for batches, _ in parts for one in batches if one.weight]
+        assert parts[0][1].targets == sum(len(one.targets) for one in whole)
+        numbers = sorted({int(sample) >> 16 for one in whole for sample in one.samples})
+        assert numbers == list(range(position, position + count))
+        assert micro_batch is None or all(len({int(s) >> 16 for s in one.samples}) <= micro_batch for one in whole)
+        read += order.take(position, count)[:, 1].tolist()
+        position += count
+    assert sorted(read[:23]) == sorted(read[23:]) == list(range(23)) and read[:23] != read[23:]
+
+
+def test_a_batch_without_weight_adds_nothing() -> None:
+    model, made = TaskModel(TINY, TAGS, 0), Table(UNITS, TAGS)
+    loss = model(made.batch(np.array([1]), np.array([0]), 0.0)).loss
+    loss.backward()
+    assert loss == 0 and not any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+# ---- what it starts from ---------------------------------------------------------------------------------------
+
+CLASSES = KINDS[0]
+
+
+def refuse(text: str) -> None:
+    raise AssertionError(text)
+
+
+def options(model: Path, data: Path, *more: str) -> Options:
+    return parse(["--task", "sst2", "--model", str(model), "--data", str(data), "--out", str(data), *more])
+
+
+def test_a_missing_pooler_is_told_and_drawn_from_the_seed(tmp_path: Path) -> None:
+    told: list[str] = []
+    given = read_pretrained(bert_folder(tmp_path, pooler=False), None, told.append)
+    start = choose(given, CLASSES, told.append)
+    assert told == [
+        "the model has no pooler: it is drawn from the seed, as the head is",
+        "of the model, not used: MLM head, NSP head",
+    ]
+    assert "pooler_weight" not in start and torch.equal(start["token_table"], given.weights["token_table"])
+    told.clear()
+    choose(given, TAGS, told.append)  # which has no use for one
+    assert told == ["of the model, not used: MLM head, NSP head"]
+
+
+def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    made = bert_folder(tmp_path)
+    tensors = load_file(made / "model.safetensors")
+    del tensors["bert.encoder.layer.1.output.dense.weight"]
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TrainerError, match="layer.1.output.dense.weight; is this the folder of a BERT"):
+        read_pretrained(made, None, refuse)
+    lacking = {name: tensor for name, tensor in Bert(TINY).state_dict().items() if "layers.1." not in name}
+    weights.write(lacking, TINY, tmp_path / "lacking.safetensors")
+    given = read_pretrained(tmp_path / "lacking.safetensors", made, refuse)
+    with pytest.raises(TrainerError, match="--model lacks 12 tensors of the encoder, layers.1.qkv_weight first"):
+        choose(given, CLASSES, refuse)
+
+
+def test_plain_weights_are_taken_as_they_are_with_a_tokenizer_that_is_named(tmp_path: Path) -> None:
+    file, own = tmp_path / "plain.safetensors", Bert(TINY, seed=8).state_dict()
+    weights.write(own, TINY, file)
+    with pytest.raises(TrainerError, match="has no tokenizer beside it: name its folder by --tokenizer"):
+        read_pretrained(file, None, refuse)
+    given = read_pretrained(file, tokenizer_folder(tmp_path / "tokenizer"), refuse)
+    assert given.model == TINY and all(torch.equal(tensor, own[name]) for name, tensor in given.weights.items())
+
+
+def test_a_vocabulary_alone_is_a_tokenizer_with_its_own_case(tmp_path: Path) -> None:
+    made = bert_folder(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (made / name).unlink()
+    encoded = [read_pretrained(made, None, refuse).tokenizer.encoder.encode("BAME").tokens]
+    (made / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))
+    encoded.append(read_pretrained(made, None, refuse).tokenizer.encoder.encode("BAME").tokens)
+    assert encoded == [["bame"], ["[UNK]"]]
+    (made / "vocab.txt").write_text("\n".join([*PIECES, "one", "more"]) + "\n")
+    with pytest.raises(TrainerError, match=f"has {len(PIECES) + 2} pieces, the model of .* only {len(PIECES)}"):
+        read_pretrained(made, None, refuse)
+
+
+def test_what_the_model_or_the_data_cannot_do_is_refused(tmp_path: Path) -> None:
+    made, data = bert_folder(tmp_path), write_data(tmp_path / "data", 20, 10)
+    with pytest.raises(TrainerError, match="--max-length is 41, and .* has 40 positions: at most 40"):
+        make_job(options(made, data, "--max-length", "41"), refuse)
+    unlabelled = tmp_path / "unlabelled.tsv"
+    unlabelled.write_text("sentence\nbame bani\n")
+    with pytest.raises(TrainerError, match="unlabelled.tsv holds no answers to learn from: it needs its labels"):
+        make_job(options(made, data, "--max-length", "40", "--train", str(unlabelled)), lambda text: None)
+    with pytest.raises(TrainerError, match="unlabelled.tsv holds no answers to be judged by"):
+        make_job(options(made, data, "--max-length", "40", "--dev", str(unlabelled)), lambda text: None)
+    job, test = make_job(options(made, data, "--max-length", "40", "--test", str(unlabelled)), lambda text: None)
+    assert len(job.training) == 20 and test is not None and not test.known
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train.tsv", 3)
+    write_classes(tmp_path / "dev.tsv", 3)
+    wrong = [
+        "--rates",
+        "1e-5,0",
+        "--batches",
+        "0",
+        "--warmup",
+        "2",
+        "--clip",
+        "-1",
+        "--patience",
+        "0",
+        "--predict",
+        "a",
+    ]
+    with pytest.raises(TrainerError) as caught:
+        options(tmp_path, tmp_path, *wrong)
+    said = str(caught.value).split("; ")
+    assert [part.split(" ")[0].rstrip(":") for part in said] == [
+        "--rates", "--batches", "--warmup", "--clip", "--patience", "--predict",
+    ]  # fmt: skip
+
+
+# ---- what it exports -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", KINDS, ids=lambda task: f"{task.export_class}-{task.outputs}")
+def test_an_exported_model_is_the_trained_one(task: Toy, tmp_path: Path) -> None:
+    own, told = TaskModel(TINY, task, 3).state_dict(), list[str]()
+    generator = torch.Generator().manual_seed(1)
+    own = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in own.items()}
+    tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
+    save.write_model(tmp_path / "model", own, TINY, task, tokenizer, told.append)  # proven inside
+    assert "whose answers in transformers differ from ours by at most" in told[0]
+    found = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert found["architectures"] == [task.export_class]
+    if task.labels:
+        assert found["id2label"] == {str(number): label for number, label in enumerate(task.labels)}
+    if task.export_class == "BertForSequenceClassification":
+        assert found["problem_type"] == ("single_label_classification" if task.labels else "regression")
+    other = own | {"head_bias": own["head_bias"] + 0.01}
+    with pytest.raises(TrainerError, match="transformers' answers differ by"):
+        save.prove(tmp_path / "model", other, TINY, task)
+
+
+def test_a_hidden_head_is_kept_under_lamberts_names_and_told(tmp_path: Path) -> None:
+    task, told = Toy("BertForSequenceClassification", 2, True, ("no", "yes"), hidden_head=True), list[str]()
+    own = TaskModel(TINY, task, 3).state_dict()
+    tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
+    save.write_model(tmp_path / "model", own, TINY, task, tokenizer, told.append)
+    assert "transformers has no class for this head" in told[0]
+    found = weights.read(tmp_path / "model" / "weights.safetensors", refuse)
+    assert found.model == TINY and all(torch.equal(found.tensors[name], tensor) for name, tensor in own.items())
+
+
+# ---- what a sweep comes to -------------------------------------------------------------------------------------
+
+
+def result(rate: float, seed: int, value: float | None, how: str = "done") -> Result:
+    figures = {} if value is None else {"f1": value}
+    return Result(how, seed, {"rate": rate, "batch": 16, "epochs": 3.0}, figures, 1, 2, 1.0, 1.0, ())
+
+
+def test_the_best_median_is_chosen_and_its_best_run() -> None:
+    results = [result(1e-5, 1, 0.7), result(1e-5, 2, 0.8), result(1e-5, 3, 0.9)]
+    results += [result(5e-5, 1, 0.99), result(5e-5, 2, 0.5, "degenerate"), result(5e-5, 3, None, "diverged")]
+    rows = summarise(results, "f1")
+    assert rows[0] == Row(Setting(1e-5, 16, 3.0), (0.7, 0.8, 0.9), 0.8, rows[0].spread, 0.9, 0)
+    assert rows[0].spread == pytest.approx(0.1)
+    assert (rows[1].median, rows[1].best, rows[1].failed) == (0.5, 0.99, 2)
+    assert choose_run(rows, results, "f1") == results[2]
+    lines = table(rows, "f1").splitlines()
+    assert lines[2].split() == ["1e-05", "16", "3", "0.8000", "0.1000", "0.9000", "3", "0"]
+
+
+def test_a_setting_that_mostly_diverges_has_no_median() -> None:
+    results = [result(1e-5, 1, 0.9), result(1e-5, 2, None, "diverged"), result(1e-5, 3, None, "diverged")]
+    rows = summarise(results, "f1")
+    assert rows[0].median is None
+    with pytest.raises(TrainerError, match="no setting has a median: half of its runs or more diverged"):
+        choose_run(rows, results, "f1")
+
+
+def test_predictions_stay_one_row_a_record(tmp_path: Path) -> None:
+    rows = [{"index": 0, "text": "a\tb\nc"}, {"index": 1, "tags": ["O", "B-X"]}]
+    write_predictions(tmp_path / "a.tsv", rows)
+    assert (tmp_path / "a.tsv").read_text() == 'index\ttext\ttags\n0\ta b c\t\n1\t\t["O", "B-X"]\n'
+    write_predictions(tmp_path / "a.jsonl", rows)
+    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == rows

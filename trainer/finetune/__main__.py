@@ -1,0 +1,127 @@
+"""``python -m trainer.finetune --task mrpc --data FOLDER --model BERT --out FOLDER``; also under any launcher."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import trainer.first_process  # noqa: F401  before the others, which take seconds
+from kernels import backend
+from trainer.__main__ import fail, guard
+from trainer.checkpoint import file_sha256
+from trainer.engine import EngineConfig, resolve_precision
+from trainer.errors import TrainerError
+from trainer.exits import DONE, STOPPED
+from trainer.finetune.data import Part, read_part, read_training
+from trainer.finetune.formats import split_name
+from trainer.finetune.options import Options, parse
+from trainer.finetune.report import closing, draw, table
+from trainer.finetune.result import Result
+from trainer.finetune.run import Job
+from trainer.finetune.start import choose, read_pretrained
+from trainer.finetune.sweep import conclude, summarise, sweep
+from trainer.finetune.tasks import known
+from trainer.journal import say
+from trainer.stop import Stop
+from trainer.world import World, from_launcher, join, leave, speaks_first, together
+
+STOP_STEPS = 10  # between two looks whether a rank was asked to stop
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read everything, meet the other ranks, run. The exit codes are in :mod:`trainer.exits`."""
+    faulthandler.enable()
+    options, world, job, test = prepare(arguments)
+    whole = guard(world, partial(run, options, world, job, test))
+    if not whole:
+        fail("lambert: stopped and saved: the same command goes on" if world.is_main else "", STOPPED)
+    leave(DONE)
+
+
+def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part | None]:
+    """All that a rank finds out by itself. Ends the process with a line where something is wrong."""
+    try:
+        options = parse(arguments)
+        world = from_launcher(options.machine.device)
+        resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
+        if problems := EngineConfig(options.machine.zero_stage, options.machine.precision).problems():
+            raise TrainerError("; ".join(problems))
+        with backend.using(options.machine.kernels):
+            backend.resolve(world.device.type)
+        return options, world, *make_job(options, say if world.is_main else _silent)
+    except (TrainerError, backend.UnavailableError, OSError) as error:
+        if not speaks_first():
+            time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
+        fail(f"trainer.finetune: error: {' '.join(str(error).split())}")
+
+
+def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part | None]:
+    """The task, its data as tokens, and the weights to start from; and the test file."""
+    task = known(options.task).make(options.wish, tell)
+    given = read_pretrained(options.model, options.tokenizer, tell)
+    longest = options.recipe.length
+    if longest > given.model.max_positions:
+        most = given.model.max_positions
+        raise TrainerError(f"--max-length is {longest}, and {options.model} has {most} positions: at most {most}")
+    encoder = given.tokenizer.encoder
+    training = read_training(options.wish.train, task, encoder, longest)
+    dev = read_part(options.dev, task, encoder, longest)
+    if not dev.known:
+        raise TrainerError(f"{options.dev} holds no answers to be judged by: it needs its labels (see --label-column)")
+    test = None if options.test is None else read_part(options.test, task, encoder, longest)
+    identity = {
+        "task": options.task,
+        "model": given.sha256,
+        "train": file_sha256(split_name(options.wish.train)[0]),
+        "dev": file_sha256(split_name(options.dev)[0]),
+        "wish": {name: str(value) for name, value in asdict(options.wish).items() if name != "train"},
+        "labels": list(task.labels),
+        "recipe": {k: v for k, v in asdict(options.recipe).items() if k not in ("batch", "rate", "epochs")},
+        "evaluation": [options.eval_every, options.patience],
+    }
+    start = choose(given, task, tell)
+    tell(f"{options.task}: {len(training):,} to learn from, {len(dev.table):,} to be judged by")
+    return Job(options, task, given.model, start, given.tokenizer, training, dev, identity), test
+
+
+def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
+    """All runs, and what they come to. False if it was asked to stop, and has saved."""
+    facts: dict[str, Any] = {"task": options.task, "settings": str(options.settings), "seeds": str(options.seeds)}
+    told = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
+    for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": told}):
+        say(f"warning: not the same on all ranks: {difference}")
+    with backend.using(options.machine.kernels):
+        results = sweep(job, world, Stop(world, STOP_STEPS))
+        if results is None:
+            return False
+        together(partial(show, options, job, results) if world.is_main else _nothing, world)
+        tree = conclude(job, results, test, world)
+    if world.is_main:
+        print(closing(tree), flush=True)
+    return True
+
+
+def show(options: Options, job: Job, results: list[Result]) -> None:
+    """The table, and the picture of more than one run."""
+    rows, measure = summarise(results, job.task.measure), job.task.measure
+    if len(results) > 1:
+        draw(rows, options.task, measure, options.out / "results.png")
+    print(table(rows, measure), flush=True)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _silent(text: str) -> None:
+    """Another rank says it."""
+
+
+if __name__ == "__main__":
+    main()

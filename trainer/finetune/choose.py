@@ -1,0 +1,174 @@
+"""Multiple choice, as in SWAG: which of several continuations follows a context.
+
+Each choice is an example of its own, [CLS] context [SEP] choice [SEP], with one score from the pooled [CLS]; the
+softmax goes over the choices of a record. SWAG's published CSV is read as it is (``sent1``; ``sent2`` begins each of
+``ending0`` … ``ending3``), and TSV, CSV and JSON lines with a user's columns: the context's, and the choices', one
+each, or one alone that holds a JSON list. The label is the right choice's number, from 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kernels.cross_entropy import cross_entropy
+from trainer.errors import TrainerError
+from trainer.finetune.classify import cut
+from trainer.finetune.formats import Row, read_rows
+from trainer.finetune.task import TaskBatch, Unit, pack, with_targets
+
+Answers = Sequence[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Where a file has the context, how each choice begins, the choices themselves and which is right."""
+
+    context: str
+    choices: tuple[str, ...]  # one alone holds a JSON list
+    beginning: str = ""  # empty where choices stand by themselves
+    label: str = "label"
+
+
+SWAG = Choices("sent1", tuple(f"ending{number}" for number in range(4)), "sent2")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A context and its continuations."""
+
+    line: int
+    context: str
+    choices: tuple[str, ...]
+    target: int | None  # the right one; None where nobody knows
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """The right one of ``choices`` continuations."""
+
+    columns: Choices
+    choices: int
+
+    name = "swag"
+    measure = "accuracy"
+    outputs = 1  # for each choice
+    pooled = True
+    drops = True
+    hidden_head = False
+    labels = ()
+    dtype = torch.int64
+    export_class = "BertForMultipleChoice"
+
+    @classmethod
+    def of(cls, training: Path, columns: Choices = SWAG) -> ChoiceTask:
+        """The task of as many choices as the training file has."""
+        return cls(columns, len(read_records(training, columns)[0].choices))
+
+    def read(self, path: Path) -> list[Record]:
+        """The records of a file. TrainerError for one of another number of choices."""
+        return read_records(path, self.columns, self.choices)
+
+    def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
+        """One unit: an example for each choice, cut to ``longest`` tokens, the longer of context and choice first."""
+        texts = [record.context, *record.choices]
+        first, *seconds = (one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        head, *others = (pack(tokenizer, *cut(first, second, longest)) for second in seconds)
+        return [(head if record.target is None else with_targets(head, record.target), *others)]
+
+    def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
+        """() fp32: the records' cross-entropies over their choices, summed."""
+        return cross_entropy(answers.view(-1, self.choices), batch.targets)[0]
+
+    def count(self, unit: Unit) -> int:
+        """One, where the right choice is known."""
+        return len(unit[0].targets)
+
+    def score(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
+        """Accuracy over the records whose right choice is known."""
+        right = [
+            int(own.argmax()) == record.target
+            for record, own in zip(records, answers, strict=True)
+            if record.target is not None
+        ]
+        if not right:
+            raise TrainerError(f"{self.name}: there is no record with a label to be judged by")
+        return {"accuracy": sum(right) / len(right)}
+
+    def predictions(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> list[dict[str, Any]]:
+        """For each record its place from 0 on, the choice, how sure it is, and the right one, where known."""
+        rows = []
+        for index, (record, own) in enumerate(zip(records, answers, strict=True)):  # own (choices, 1)
+            shares = np.exp(own.astype(np.float64) - own.max())
+            row: dict[str, Any] = {"index": index, "prediction": int(own.argmax())}
+            row |= {"probability": round(float(shares.max() / shares.sum()), 6)}
+            rows.append(row if record.target is None else row | {"label": record.target})
+        return rows
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+def read_records(path: Path, columns: Choices, choices: int | None = None) -> list[Record]:
+    """The records of a file, each of ``choices`` choices, or of as many as the first one has. TrainerError by line."""
+    records = []
+    for row in read_rows(path):
+        record = _record(path, row, columns)
+        choices = choices or len(record.choices)
+        if len(record.choices) != choices:
+            seen = f"{len(record.choices)} choices, where {choices} are wanted"
+            raise TrainerError(f"{path}, line {row.line}: {seen}; each record must have the same number")
+        records.append(record)
+    return records
+
+
+def _record(path: Path, row: Row, columns: Choices) -> Record:
+    where = f"{path}, line {row.line}"
+    values = [_value(row, name, where) for name in columns.choices]
+    if len(columns.choices) == 1:
+        values = _list(values[0], columns.choices[0], where)
+    elif "" in values:
+        raise TrainerError(f"{where}: nothing in the column {columns.choices[values.index('')]}; write each choice")
+    if len(values) < 2:
+        raise TrainerError(f"{where}: {len(values)} choice; there must be two at least")
+    if columns.beginning:
+        beginning = _value(row, columns.beginning, where)
+        values = [f"{beginning} {value}" for value in values]
+    return Record(row.line, _value(row, columns.context, where), tuple(values), _target(row, columns, values, where))
+
+
+def _value(row: Row, name: str, where: str) -> str:
+    value = row.values.get(name)
+    if value is None:
+        raise TrainerError(f"{where}: nothing in the column {name}; there is {', '.join(row.values)}")
+    return value
+
+
+def _list(text: str, name: str, where: str) -> list[str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise TrainerError(f"{where}: column {name} must be a JSON list of texts, none of them empty")
+    return value
+
+
+def _target(row: Row, columns: Choices, values: list[str], where: str) -> int | None:
+    label = row.values.get(columns.label)
+    if label is None or not label.strip():
+        return None
+    if not label.isdecimal() or int(label) >= len(values):
+        raise TrainerError(
+            f"{where}: {columns.label} is {label!r}; it must be a choice's number, 0 to {len(values) - 1}"
+        )
+    return int(label)

@@ -1,0 +1,243 @@
+"""Sentence and sentence-pair tasks: a class, or a number, for each text or each pair of texts.
+
+Published files are read as their authors left them: the columns' names are told by the first line, and a task knows
+the names that its own files have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kernels.cross_entropy import cross_entropy
+from trainer.errors import TrainerError
+from trainer.finetune.formats import Row, read_rows
+from trainer.finetune.measures import FIGURES
+from trainer.finetune.task import TaskBatch, Unit, pack, with_targets
+
+_AT_ONCE = 4096  # records that are tokenised together
+Answers = Sequence[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a file has the texts, and what is asked about them."""
+
+    texts: tuple[str, ...]  # one, or two
+    label: str
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the files of a task look."""
+
+    columns: tuple[Columns, ...]  # the first whose texts are all there holds
+    headless: tuple[str, ...] = ()  # names of the columns of a file whose first line is a record
+    dropped: tuple[str, ...] = ()  # labels of records that nobody could decide
+    lower: bool = False  # whether labels stand there in capitals, too
+    skips: bool = False  # whether rows that are too short are left out, not refused
+
+
+@dataclass(frozen=True)
+class Record:
+    """A text or a pair of texts."""
+
+    line: int
+    first: str
+    second: str | None
+    target: float | None  # the number of the class, or the number itself; None where it is not known
+
+
+@dataclass(frozen=True)
+class SentenceTask:
+    """A class or a number for each record. ``labels`` in the order of the head's outputs; none: a number."""
+
+    name: str
+    measure: str
+    figures: tuple[str, ...]  # of measures.FIGURES
+    format: Format
+    labels: tuple[str, ...]
+    hidden_head: bool
+    tell: Callable[[str], None]  # what was left out
+    pooled: bool = True
+    drops: bool = True
+    export_class: str = "BertForSequenceClassification"
+
+    @property
+    def outputs(self) -> int:
+        """One for each class, or one."""
+        return max(1, len(self.labels))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the targets."""
+        return torch.int64 if self.labels else torch.float32
+
+    def read(self, path: Path) -> list[Record]:
+        """The records of a file; without a column of labels none is known. See ``read_records``."""
+        return read_records(path, self.format, self.labels, self.tell)
+
+    def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
+        """The record, cut to ``longest`` tokens."""
+        return self.all_units([record], tokenizer, longest, training)[0]
+
+    def all_units(
+        self, records: Sequence[Record], tokenizer: Tokenizer, longest: int, training: bool
+    ) -> list[list[Unit]]:
+        """One unit of one example for each record, ``_AT_ONCE`` tokenised together."""
+        made: list[list[Unit]] = []
+        for start in range(0, len(records), _AT_ONCE):
+            part = records[start : start + _AT_ONCE]
+            texts = [record.first for record in part] + [r.second for r in part if r.second is not None]
+            ids = [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            seconds = iter(ids[len(part) :])
+            for record, first in zip(part, ids, strict=False):
+                second = None if record.second is None else next(seconds)
+                example = pack(tokenizer, *cut(first, second, longest))
+                made.append([(example if record.target is None else with_targets(example, record.target),)])
+        return made
+
+    def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
+        """Cross-entropy of the classes, or the squared error, summed."""
+        if self.labels:
+            return cross_entropy(answers, batch.targets)[0]
+        return (answers[:, 0] - batch.targets).square().sum()
+
+    def count(self, unit: Unit) -> int:
+        """One, where the answer is known."""
+        return sum(len(example.targets) for example in unit)
+
+    def score(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
+        """The task's figures over the records whose answer is known."""
+        said = np.concatenate(answers)  # (records, outputs)
+        known = [row for row, record in enumerate(records) if record.target is not None]
+        if not known:
+            raise TrainerError(f"{self.name}: there is no record with a label to be judged by")
+        gold = np.array([records[row].target for row in known])
+        if self.labels:
+            gold, values = gold.astype(np.int64), said[known].argmax(1)
+        else:
+            values = said[known, 0].astype(np.float64)
+        return {name: FIGURES[name](gold, values) for name in self.figures}
+
+    def predictions(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> list[dict[str, Any]]:
+        """For each record its place from 0 on, the prediction, how sure it is, and what is right, where known."""
+        rows = []
+        for index, (record, own) in enumerate(zip(records, np.concatenate(answers).astype(np.float64), strict=True)):
+            if self.labels:
+                shares = np.exp(own - own.max())
+                row = {"index": index, "prediction": self.labels[int(own.argmax())]}
+                row |= {"probability": round(float(shares.max() / shares.sum()), 6)}
+                gold: Any = None if record.target is None else self.labels[int(record.target)]
+            else:
+                row, gold = {"index": index, "prediction": round(float(own[0]), 6)}, record.target
+            rows.append(row if gold is None else row | {"label": gold})
+        return rows
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+def read_records(path: Path, form: Format, labels: Sequence[str], tell: Callable[[str], None]) -> list[Record]:
+    """The records of a file, whose answers are ``labels``, or numbers without any.
+
+    ``tell`` is told what is left out. Raises TrainerError, by file and line, for columns that are not there and for
+    labels that are not known.
+    """
+    rows, columns = open_file(path, form)
+    numbers = {label: float(number) for number, label in enumerate(labels)}
+    records, short, undecided = [], 0, 0
+    for row in rows:
+        label = _label(row, columns, form)
+        texts = [row.values.get(name) for name in columns.texts]
+        first, second = texts[0], texts[-1] if len(texts) > 1 else None
+        if any(text is None for text in texts):
+            if not form.skips:
+                missing = columns.texts[texts.index(None)]
+                raise TrainerError(f"{path}, line {row.line}: it has nothing in the column {missing}")
+            short += 1
+            continue
+        if label in form.dropped:
+            undecided += 1
+            continue
+        assert first is not None
+        records.append(
+            Record(row.line, first, second, _target(label, numbers, f"{path}, line {row.line}: {columns.label}"))
+        )
+    left = [(short, "are too short"), (undecided, "have no label that its annotators agreed on")]
+    if said := [f"{count} that {what}" for count, what in left if count]:
+        tell(f"{path}: of {len(rows):,} records, left out {', '.join(said)}")
+    return records
+
+
+def open_file(path: Path, form: Format) -> tuple[list[Row], Columns]:
+    """The rows of a file, and those of the known columns that it has."""
+    rows = read_rows(path, form.headless, [columns.texts for columns in form.columns])
+    names = {name for row in rows for name in row.values}
+    fits = [columns for columns in form.columns if set(columns.texts) <= names]
+    if not fits:
+        wanted = " or ".join(", ".join(columns.texts) for columns in form.columns)
+        raise TrainerError(
+            f"{path} has no columns {wanted} but {', '.join(sorted(names))}: name them by --text-columns"
+        )
+    return rows, next((columns for columns in fits if columns.label in names), fits[0])
+
+
+def find_labels(path: Path, form: Format) -> tuple[str, ...]:
+    """The labels of a training file, in order: as numbers where all are, else by name."""
+    rows, columns = open_file(path, form)
+    found = {_label(row, columns, form) for row in rows} - {None, "", *form.dropped}
+    labels = [label for label in found if label is not None]
+    if len(labels) < 2:
+        raise TrainerError(
+            f"{path} has {len(labels)} label(s) in its column {columns.label}: name the right one by --label-column, "
+            "or say --regression for numbers"
+        )
+    if all(label.removeprefix("-").isdecimal() for label in labels):
+        return tuple(sorted(labels, key=int))
+    return tuple(sorted(labels))
+
+
+def _label(row: Row, columns: Columns, form: Format) -> str | None:
+    label = row.values.get(columns.label)
+    return label.lower() if label is not None and form.lower else label
+
+
+def _target(label: str | None, numbers: dict[str, float], where: str) -> float | None:
+    if label is None or not label.strip():
+        return None
+    if numbers:
+        if label not in numbers:
+            known = ", ".join(list(numbers)[:10])
+            raise TrainerError(f"{where} is {label!r}, which is none of {known}")
+        return numbers[label]
+    try:
+        value = float(label)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise TrainerError(f"{where} is {label!r}, which is no number")
+    return value
+
+
+def cut(first: list[int], second: list[int] | None, longest: int) -> tuple[list[int], list[int] | None]:
+    """Both so short that with [CLS] and [SEP] they have at most ``longest`` tokens; the longer one loses first.
+
+    As google-research/bert's ``_truncate_seq_pair``: its last token, and the second's where both are equally long.
+    """
+    if second is None:
+        return first[: longest - 2], None
+    room = longest - 3
+    if len(first) + len(second) <= room:
+        return first, second
+    a = min(len(first), max(room - len(second), (room + 1) // 2))
+    return first[:a], second[: room - a]

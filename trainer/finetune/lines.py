@@ -1,0 +1,46 @@
+"""Lines of a task's file, and the JSON objects on them, each with where it stands for whoever has to mend it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import TrainerError
+
+
+def read_text(path: Path) -> str:
+    """A file's text. Raises TrainerError where there is none, or where it is not UTF-8."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TrainerError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TrainerError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from None
+
+
+def read_lines(path: Path) -> list[str]:
+    """A file's lines, parted by line feeds alone: texts may hold Unicode's other line ends."""
+    return [line.removesuffix("\r") for line in read_text(path).split("\n")]
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The object on each line of JSON lines, with the line's number. Empty lines are passed over."""
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            yield number, json_object(line, f"{path}, line {number}")
+
+
+def json_object(text: str, where: str) -> dict[str, Any]:
+    """Raises TrainerError where ``text`` is no JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise TrainerError(f"{where}: not JSON ({error}); write one object a line") from None
+    if not isinstance(value, dict):
+        raise TrainerError(f"{where}: no JSON object but {type(value).__name__}; write one object a line")
+    return value

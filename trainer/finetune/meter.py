@@ -1,0 +1,85 @@
+"""A run's own words while it goes: a line now and then, and a journal of all of them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.engine import StepResult
+from trainer.errors import NotFiniteError
+from trainer.finetune.score import Judged
+from trainer.journal import JOURNAL, Journal, say
+from trainer.world import World
+
+LINES = 10  # of progress in a run; all ranks meet for each
+LOOK = 10  # steps between two looks at whether the gradients were finite, for which the device is waited for
+
+
+class Meter:
+    """Adds up on the device, and waits for it only when a line is due."""
+
+    def __init__(self, name: str, folder: Path, steps: int, epoch: int, world: World) -> None:
+        self.name, self.steps, self.epoch, self.world = name, steps, epoch, world
+        self.every = max(1, steps // LINES)
+        self.journal = Journal(folder / JOURNAL)
+        self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.finite = torch.ones((), dtype=torch.bool, device=world.device)  # all gradients so far
+        self.targets = self.examples = 0  # since the last line
+        self.start(0)
+
+    def start(self, attempts: int) -> None:
+        """Times count from here."""
+        self.first, self.began, self.since = attempts, time.perf_counter(), time.perf_counter()
+
+    def step(self, result: StepResult, targets: int, examples: int) -> None:
+        """A step of so many targets and examples in the whole batch."""
+        if result.applied:
+            self.loss += result.sums[0]
+            self.targets += targets
+            self.finite &= result.gradient_norm.isfinite()  # of all ranks, so the same on each
+        self.examples += examples
+
+    def require_finite(self) -> None:
+        """Raise NotFiniteError, on all ranks, if a step's gradients were not: its weights are spoilt."""
+        if not self.finite:
+            raise NotFiniteError("the gradients are not finite: lower the rate, or lengthen the warm-up")
+
+    def tell(self, attempts: int, rate: float) -> None:
+        """A line, when it is due; all ranks call it. Raises as ``require_finite``, of which it looks more often."""
+        due = attempts % self.every == 0 or attempts == self.steps
+        if due or attempts % LOOK == 0:
+            self.require_finite()
+        if not due:
+            return
+        dist.all_reduce(self.loss)
+        now = time.perf_counter()
+        record = {
+            "event": "step",
+            "step": attempts,
+            "loss": float(self.loss) / max(self.targets, 1),
+            "rate": rate,
+            "examples_per_second": self.examples / max(now - self.since, 1e-9),
+        }
+        left = (now - self.began) / max(attempts - self.first, 1) * (self.steps - attempts)
+        self.loss.zero_()
+        self.targets = self.examples = 0
+        self.since = now
+        speed = f"{record['examples_per_second']:,.0f} examples/s, {left:,.0f} s left"
+        self._say(f"step {attempts}/{self.steps}, loss {record['loss']:.4f}, {speed}", record)
+
+    def evaluated(self, place: dict[str, Any], judged: Judged, measure: str) -> None:
+        """Figures on dev, the one that decides first."""
+        names = [measure, *(name for name in judged.figures if name != measure)]
+        figures = ", ".join(f"{name} {judged.figures[name]:.4f}" for name in names[:4])
+        odd = " (it says the same of everything)" if judged.constant else ""
+        text = f"epoch {place['epoch']:.2f}, dev: {figures}{odd}"
+        self._say(text, {"event": "dev", **place, "figures": judged.figures})
+
+    def _say(self, text: str, record: dict[str, Any]) -> None:
+        if self.world.is_main:
+            say(f"{self.name}: {text}")
+            self.journal.write([record])

@@ -1,0 +1,226 @@
+"""The command line of ``python -m trainer.finetune``, and what it comes to."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from trainer.errors import TrainerError
+from trainer.finetune.classify import Columns
+from trainer.finetune.formats import split_name
+from trainer.finetune.tasks import TASKS, Known, Recipe, Wish, known
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a sweep goes through, besides seeds."""
+
+    rate: float
+    batch: int
+    epochs: float
+
+    def folder(self, seed: int) -> str:
+        """The name of one run's folder."""
+        return f"rate-{self.rate:g}-batch-{self.batch}-epochs-{self.epochs:g}-seed-{seed}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and how it runs; none of it changes what is learnt, but for rounding."""
+
+    device: str
+    precision: Literal["auto", "fp16", "bf16", "fp32"]
+    kernels: Literal["auto", "triton", "torch"]
+    zero_stage: Literal[0, 1]
+    micro_batch: int | None  # records of one forward on one rank, at most; None: all that a rank has
+    timeout: int  # seconds that ranks wait for one another
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that a user said, and what follows from it."""
+
+    task: str
+    model: Path
+    tokenizer: Path | None
+    out: Path
+    wish: Wish
+    dev: Path
+    test: Path | None
+    also: tuple[Path, ...]
+    recipe: Recipe  # batch, rate and epochs of it stand in the settings
+    settings: tuple[Setting, ...]
+    seeds: tuple[int, ...]
+    eval_every: int | None  # steps; at the end of each epoch anyway
+    save_every: int | None  # likewise
+    patience: int | None  # evaluations without a better one that end a run
+    predict: Path | None
+    machine: Machine
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The options. Raises TrainerError with all that is wrong with them."""
+    given = _parser().parse_args(arguments)
+    task = known(given.task)
+    recipe = _recipe(given, task.recipe)
+    train, dev, test, also = _files(given, task)
+    columns = None
+    if given.text_columns:
+        columns = Columns(tuple(given.text_columns.split(",")), given.label_column or "label")
+    elif given.label_column:
+        raise TrainerError("--label-column is given alone: name the columns of the texts, too, by --text-columns")
+    rates, batches, epochs = (
+        given.rates or [recipe.rate],
+        given.batches or [recipe.batch],
+        given.epochs or [recipe.epochs],
+    )
+    options = Options(
+        task=given.task,
+        model=given.model,
+        tokenizer=given.tokenizer,
+        out=given.out,
+        wish=Wish(train, columns, given.regression, given.measure, given.head == "mlp"),
+        dev=dev,
+        test=test,
+        also=also,
+        recipe=recipe,
+        settings=tuple(Setting(r, b, e) for r in rates for b in batches for e in epochs),
+        seeds=tuple(given.seeds),
+        eval_every=given.eval_every,
+        save_every=given.save_every,
+        patience=given.patience,
+        predict=given.predict,
+        machine=Machine(
+            given.device, given.precision, given.kernels, given.zero_stage, given.micro_batch, given.timeout
+        ),
+    )
+    if found := problems(options):
+        raise TrainerError("; ".join(found))
+    return options
+
+
+def problems(options: Options) -> list[str]:
+    """What cannot be, each with its remedy."""
+    found, recipe = [], options.recipe
+    if recipe.length < 4:
+        found.append(f"--max-length is {recipe.length}: must be 4 or more, for a pair of one token each")
+    for name, values in (
+        ("--rates", [s.rate for s in options.settings]),
+        ("--batches", [s.batch for s in options.settings]),
+        ("--epochs", [s.epochs for s in options.settings]),
+    ):
+        found += [f"{name}: {value} must be above 0" for value in dict.fromkeys(values) if not value > 0]
+    if not 0 <= recipe.warmup <= 1:
+        found.append(f"--warmup is {recipe.warmup}: it is a share of the steps, from 0 to 1")
+    found += [f"{n} is {v}: must be 0 (off) or more" for n, v in _from_zero(recipe).items() if v < 0]
+    counted = {
+        "--eval-every": options.eval_every,
+        "--save-every": options.save_every,
+        "--patience": options.patience,
+        "--micro-batch": options.machine.micro_batch,
+        "--timeout": options.machine.timeout,
+    }
+    found += [
+        f"{name} is {value}: must be 1 or more" for name, value in counted.items() if value is not None and value < 1
+    ]
+    if options.predict is not None and options.predict.suffix not in (".tsv", ".jsonl"):
+        found.append(f"--predict {options.predict}: its name must end with .tsv or .jsonl")
+    return found
+
+
+def _from_zero(recipe: Recipe) -> dict[str, float]:
+    return {"--weight-decay": recipe.weight_decay, "--clip": recipe.clipping}
+
+
+def _recipe(given: argparse.Namespace, recipe: Recipe) -> Recipe:
+    """The task's recipe, with what a user says otherwise."""
+    said = {
+        "length": given.max_length,
+        "warmup": given.warmup,
+        "weight_decay": given.weight_decay,
+        "clipping": given.clip,
+    }
+    changed: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    return replace(recipe, **changed)
+
+
+def _files(given: argparse.Namespace, task: Known) -> tuple[Path, Path, Path | None, tuple[Path, ...]]:
+    """Training, dev and test file, and others to score at the end: as given, or from the folder of data."""
+    folder, names = given.data, task.files
+    train, dev = (_required(given, f"--{part}", getattr(names, part)) for part in ("train", "dev"))
+    also = given.also or [folder / name for name in names.also if folder and (folder / name).is_file()]
+    return train, dev, given.test or _first(folder, names.test), tuple(also)
+
+
+def _required(given: argparse.Namespace, option: str, names: Sequence[str]) -> Path:
+    path: Path | None = getattr(given, option.removeprefix("--")) or _first(given.data, names)
+    if path is None:
+        place = f"{given.data} holds none of {', '.join(names)}" if given.data else "there is no --data folder"
+        raise TrainerError(f"{option} is not given, and {place}")
+    return path
+
+
+def _first(folder: Path | None, names: Sequence[str]) -> Path | None:
+    if folder is None:
+        return None
+    return next((folder / name for name in names if split_name(folder / name)[0].is_file()), None)
+
+
+def _several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """``1,2,3`` as a list without repetitions."""
+
+    def read(text: str) -> list[T]:
+        return list(dict.fromkeys(kind(part) for part in text.split(",")))
+
+    read.__name__ = f"list of {kind.__name__}"  # argparse says it where one is wrong
+    return read
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.finetune", description="Fine-tune a BERT on a task, and measure it as its authors do."
+    )
+    add = parser.add_argument
+    add("--task", required=True, help=f"one of {', '.join(sorted(TASKS))}")
+    add("--model", required=True, type=Path, help="a Hugging Face BERT's folder, or a run's or checkpoint's of Lambert")
+    add("--tokenizer", type=Path, help="its tokenizer's folder, where it does not lie beside the model")
+    add("--out", required=True, type=Path, help="the folder of results; the same command goes on in it")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path, help="a folder with the task's files under their published names")
+    for name in ("train", "dev", "test"):
+        data.add_argument(f"--{name}", type=Path, help=f"the {name} file: TSV, CSV or JSON lines")
+    data.add_argument("--also", type=Path, action="append", help="another file to score at the end; repeatable")
+    data.add_argument(
+        "--text-columns", metavar="A[,B]", help="the columns of the text, of the pair, or of context and choices"
+    )
+    data.add_argument("--label-column", metavar="C", help="the column of the label, or the number")
+    data.add_argument("--regression", action="store_true", help="labels are numbers (task sentence)")
+    data.add_argument("--predict", type=Path, metavar="FILE", help="write predictions, .tsv or .jsonl, of test, or dev")
+    recipe = parser.add_argument_group("recipe; several values, parted by commas, make a sweep")
+    recipe.add_argument("--seeds", "--seed", type=_several(int), default=[1], metavar="N,…")
+    recipe.add_argument("--rates", "--rate", type=_several(float), metavar="R,…")
+    recipe.add_argument("--batches", "--batch", type=_several(int), metavar="N,…", help="records of a step, all ranks")
+    recipe.add_argument("--epochs", type=_several(float), metavar="E,…")
+    recipe.add_argument("--max-length", type=int, metavar="TOKENS", help="longer texts are cut")
+    recipe.add_argument("--warmup", type=float, metavar="SHARE", help="of the steps (0.1)")
+    recipe.add_argument("--weight-decay", type=float, help="0.01 by default")
+    recipe.add_argument("--clip", type=float, metavar="NORM", help="of the gradients; 0, the default, is off")
+    recipe.add_argument("--head", choices=("linear", "mlp"), default="linear")
+    recipe.add_argument("--measure", help="the figure to be judged by, instead of the task's own")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--eval-every", type=int, metavar="STEPS", help="on dev, besides each epoch's end")
+    run.add_argument("--save-every", type=int, metavar="STEPS", help="besides each evaluation")
+    run.add_argument("--patience", type=int, metavar="N", help="stop after N evaluations without a better one")
+    run.add_argument("--micro-batch", type=int, metavar="N", help="records of one forward on one rank, at most")
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    run.add_argument("--precision", choices=("auto", "fp16", "bf16", "fp32"), default="auto")
+    run.add_argument("--kernels", choices=("auto", "triton", "torch"), default="auto")
+    run.add_argument("--zero-stage", type=int, choices=(0, 1), default=1)
+    run.add_argument("--timeout", type=int, default=1800, metavar="SECONDS", help="that ranks wait for one another")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
+    return parser

@@ -1,0 +1,72 @@
+"""A sweep in a table and a picture: what each setting comes to over its seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep.atomic import replacing
+from trainer.finetune.sweep import Row
+
+_HEADINGS = ("rate", "batch", "epochs", "median", "spread", "best", "n", "failed")
+
+
+def table(rows: Sequence[Row], measure: str) -> str:
+    """The settings' figures on dev, best median first, in columns."""
+    cells: list[tuple[str, ...]] = [_HEADINGS]
+    for row in sorted(rows, key=lambda row: -1e9 if row.median is None else row.median, reverse=True):
+        setting = row.setting
+        values = (_number(value) for value in (row.median, row.spread, row.best))
+        counts = str(len(row.values)), str(row.failed)
+        cells.append((f"{setting.rate:g}", str(setting.batch), f"{setting.epochs:g}", *values, *counts))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join([f"{measure} on dev, over seeds (spread: standard deviation)", *lines])
+
+
+def closing(tree: dict[str, Any]) -> str:
+    """What was chosen, and its figures, in lines."""
+    chosen = tree["chosen"]
+    setting = f"rate {chosen['rate']:g}, batch {chosen['batch']}, {chosen['epochs']:g} epochs, seed {chosen['seed']}"
+    lines = [f"chosen: {setting}", f"  dev: {_figures(chosen['dev'])}"]
+    lines += [f"  {path}: {_figures(figures)}" for path, figures in tree.get("also", {}).items()]
+    return "\n".join(lines + ([f"  test: {_figures(tree['test'])}"] if "test" in tree else []))
+
+
+def draw(rows: Sequence[Row], title: str, measure: str, path: Path) -> None:
+    """A dot for each seed and a line for each median, a column for each setting; whole or not at all."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from trainer.panels import BLUE, ORANGE, RED, STYLE
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(4.5, 1.8 + 0.62 * len(rows)), 4.2), layout="constrained")
+        axes = figure.subplots()
+        for place, row in enumerate(rows):
+            known = [value for value in row.values if value is not None]
+            axes.plot([place] * len(known), known, "o", color=BLUE, alpha=0.65, markersize=6, markeredgewidth=0)
+            if row.median is not None:
+                axes.plot([place - 0.28, place + 0.28], [row.median] * 2, color=ORANGE, linewidth=2.2)
+            if gone := len(row.values) - len(known):
+                axes.annotate(f"× {gone}", (place, 0.02), xycoords=("data", "axes fraction"), ha="center", color=RED)
+        axes.margins(y=0.12)
+        names = [f"{row.setting.rate:g}\n{row.setting.batch}\n{row.setting.epochs:g}" for row in rows]
+        axes.set_xticks(range(len(rows)), names)
+        axes.set_xlim(-0.6, len(rows) - 0.4)
+        axes.grid(axis="x", visible=False)
+        axes.set_xlabel("rate, batch, epochs")
+        axes.set_ylabel(f"{measure} on dev")
+        odd = "; ×: diverged" if any(None in row.values for row in rows) else ""
+        axes.set_title(f"{title}\ndots: seeds; lines: medians{odd}", loc="left", fontsize=10)
+        with replacing(path) as file:
+            figure.savefig(file, dpi=120, format="png")
+
+
+def _figures(figures: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,321 @@
+"""One fine-tuning: from a pre-trained encoder to the best of its evaluations, resumed wherever it was left."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from data_prep.tokenizer import Tokenizer
+from trainer import checkpoint, weights
+from trainer.checkpoint import CheckpointConfig
+from trainer.engine import Engine, EngineConfig, StepResult
+from trainer.errors import NotFiniteError, TrainerError
+from trainer.finetune.data import Part, Table, cut_of, take
+from trainer.finetune.meter import Meter
+from trainer.finetune.options import Options, Setting
+from trainer.finetune.result import RESULT, Result, write_json
+from trainer.finetune.score import answer, judge
+from trainer.finetune.task import Task, TaskModel
+from trainer.journal import say
+from trainer.model import ModelConfig
+from trainer.optimizer import OptimizerConfig
+from trainer.order import Order
+from trainer.partition import fill_masters
+from trainer.saving import Saved, Saver, attempt, first_failure
+from trainer.schedule import Phase, learning_rate
+from trainer.stop import Stop
+from trainer.world import World, broadcast_text, limit_waits, together
+
+WEIGHTS = "weights.safetensors"  # of its best evaluation, once it has ended
+BEST = "best"  # until then: the checkpoint of it
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all runs of one command share."""
+
+    options: Options
+    task: Task
+    model: ModelConfig
+    start: dict[str, Tensor]  # weights of the encoder, whole
+    tokenizer: Tokenizer
+    training: Table
+    dev: Part
+    identity: dict[str, Any]  # of all that decides what is learnt, besides setting and seed
+
+
+@dataclass(frozen=True)
+class State:
+    """A run at a step's border: all that decides its future besides weights and moments."""
+
+    attempts: int = 0  # steps tried; keys the dropout
+    step: int = 0  # taken; the schedule counts these
+    position: int = 0  # units read: the next one's number
+    best: float = -math.inf  # of the task's measure
+    best_at: int = -1  # attempts, as checkpoints are numbered
+    worse: int = 0  # evaluations since the best one
+    evaluations: tuple[dict[str, Any], ...] = ()
+    seconds: float = 0.0  # of steps, over restarts
+
+
+class Run:
+    """One setting and seed on one rank. Every rank makes every call."""
+
+    def __init__(self, job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> None:
+        options = job.options
+        self.job, self.setting, self.seed, self.world, self.stop = job, setting, seed, world, stop
+        self.folder = options.out / setting.folder(seed)
+        alone = len(options.settings) * len(options.seeds) == 1
+        self.name = options.task if alone else self.folder.name  # in its lines
+        self.epoch = len(job.training)
+        self.total = max(1, round(setting.epochs * self.epoch))  # units that it reads
+        self.cut = cut_of(setting.batch, options.machine.micro_batch, world.rank, world.size)
+        self.order = Order((self.epoch,), seed, 1)
+        steps = max(1, -(-self.total // setting.batch))
+        recipe = options.recipe
+        self.phase = Phase(
+            options.task,
+            str(options.wish.train),
+            recipe.length,
+            steps,
+            setting.rate,
+            global_batch=setting.batch,
+            warmup_steps=round(recipe.warmup * steps),
+        )
+        together(lambda: self.folder.mkdir(parents=True, exist_ok=True) if world.is_main else None, world)
+        module = TaskModel(job.model, job.task, seed)
+        machine = EngineConfig(options.machine.zero_stage, options.machine.precision)
+        adam = OptimizerConfig("adam", weight_decay=recipe.weight_decay, gradient_clipping=recipe.clipping)
+        self.engine = Engine(machine, module, adam, world, seed)
+        limit_waits(options.machine.timeout)
+        often = CheckpointConfig(every_steps=1, keep=2)  # the newest, and the best if it is the one before
+        self.saver = Saver(self.folder, often, self.engine.optimizer, world)
+        self.saved = -1  # the attempts of the newest checkpoint
+        self.meter = Meter(self.name, self.folder, self.phase.steps, self.epoch, world)
+
+    # ---- the whole of it ---------------------------------------------------------------------------------------
+
+    def run(self) -> Result | None:
+        """Train to the end. None if it was asked to stop: it has saved, and the same command goes on."""
+        state = self.restore()
+        self.meter.start(state.attempts)
+        try:
+            while not self._over(state):
+                state = self._step(state)
+                if self.stop.agreed(state.attempts):
+                    self.meter.require_finite()
+                    self._save(state)
+                    self._finish(state)
+                    return None
+        except NotFiniteError as error:
+            self.saver.finish()
+            return self._end(state, f"diverged after step {state.step}: {error}")
+        self._finish(state)
+        return self._end(state)
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the parameters: they keep all of it alive, out of reach of Python's collector."""
+        self.engine.close()
+
+    def _over(self, state: State) -> bool:
+        patience = self.job.options.patience
+        return state.position >= self.total or (patience is not None and state.worse >= patience)
+
+    def _step(self, state: State) -> State:
+        began = time.perf_counter()
+        count = min(self.setting.batch, self.total - state.position)
+        batches, counts = take(self.job.training, self.order, state.position, count, self.cut)
+        batches = [batch.pin(self.world.device) for batch in batches]
+        rate = learning_rate(self.phase, state.step + 1)
+        result = self.engine.step(batches, counts, state.attempts, rate)
+        self._require_finite(result)
+        self.meter.step(result, counts.targets, count)
+        after = replace(
+            state,
+            attempts=state.attempts + 1,
+            step=state.step + result.applied,
+            position=state.position + count,
+            seconds=state.seconds + time.perf_counter() - began,
+        )
+        self.meter.tell(after.attempts, rate)
+        return self._border(after, ended=after.position // self.epoch > state.position // self.epoch)
+
+    def _require_finite(self, result: StepResult) -> None:
+        """Raise NotFiniteError, on all ranks, where no loss scale helps; elsewhere the engine has done so."""
+        scale = self.engine.loss_scale
+        if not result.applied and scale.scale <= scale.floor:
+            raise NotFiniteError(f"gradients overflow at a loss scale of {scale.scale:g}: lower the learning rate")
+
+    def _border(self, state: State, ended: bool) -> State:
+        """Evaluate and save, when it is their turn. ``ended``: an epoch did."""
+        options = self.job.options
+        every, often = options.eval_every, options.save_every
+        evaluates = ended or state.position >= self.total or (every is not None and state.attempts % every == 0)
+        saves = evaluates or (often is not None and state.attempts % often == 0)
+        if saves:
+            self.meter.require_finite()
+        if evaluates:
+            state = self._evaluate(state)
+        if saves:
+            self._save(state)
+        return state
+
+    def _evaluate(self, state: State) -> State:
+        job = self.job
+        judged = judge(answer(self.engine.model, job.dev.table, self.world), job.dev, job.task, self.world)
+        value = judged.figures[job.task.measure]
+        better = value > state.best
+        figures = {"step": state.attempts, "epoch": state.position / self.epoch, "constant": judged.constant}
+        self.meter.evaluated(figures, judged, job.task.measure)
+        return replace(
+            state,
+            best=max(value, state.best),
+            best_at=state.attempts if better else state.best_at,
+            worse=0 if better else state.worse + 1,
+            evaluations=(*state.evaluations, figures | {"figures": judged.figures}),
+        )
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def restore(self) -> State:
+        """The newest checkpoint's state, with weights and moments loaded; or a fresh one."""
+        damaged: dict[str, str] = {}
+        while name := broadcast_text(together(partial(self._newest, damaged), self.world), self.world):
+            folder = self.folder / name
+            proven = attempt(lambda: checkpoint.verify(checkpoint.read(folder), self.world.rank, self.world.size))  # noqa: B023
+            failure = first_failure(proven, self.world)
+            if not failure:
+                state = together(partial(self._load, folder), self.world)
+                self.engine.refresh_weights()
+                self._keep_best(state.best_at)
+                self._say(f"{self.name}: resumed at step {state.step}")
+                self.saved = state.attempts
+                return state
+            damaged[name] = failure
+            self._say(f"passed over: {failure}")
+            if self.world.is_main:  # the same file under another name
+                shutil.rmtree(self.folder / BEST / name, ignore_errors=True)
+        fill_masters(self.engine.partition, self.job.start)
+        self.engine.refresh_weights()
+        return State()
+
+    def _newest(self, damaged: dict[str, str]) -> str:
+        if not self.world.is_main:
+            return ""
+        found, _ = checkpoint.newest(self.folder, damaged)
+        return found.folder.name if found is not None else ""
+
+    def _load(self, folder: Path) -> State:
+        found = checkpoint.read(folder)
+        record = found.record
+        if record["identity"] != self._identity():
+            raise TrainerError(f"checkpoint {folder} is of another run: restore what changed, or name another --out")
+        checkpoint.restore(found, self.engine.optimizer)
+        if record["precision"] == self.engine.precision:
+            scale = record["loss_scale"]
+            self.engine.loss_scale = replace(
+                self.engine.loss_scale, scale=scale["scale"], good_steps=scale["good_steps"]
+            )
+        state = record["state"]
+        best = -math.inf if state["best"] is None else state["best"]
+        return State(**state | {"evaluations": tuple(state["evaluations"]), "best": best})
+
+    def _save(self, state: State) -> None:
+        record = {
+            "state": asdict(state) | {"best": state.best if math.isfinite(state.best) else None},
+            "loss_scale": asdict(self.engine.loss_scale),
+            "precision": self.engine.precision,
+            "optimizer": {"steps": self.engine.optimizer.steps},
+            "identity": self._identity(),
+            "config": {"model": asdict(self.job.model)},
+        }
+        if self.saved != state.attempts:
+            self._saved(self.saver.finish(), state.best_at)
+            self.saver.save(state.attempts, record)
+            self.saved = state.attempts
+
+    def _saved(self, ended: list[Saved], best_at: int) -> None:
+        for saved in ended:
+            if saved.failure:
+                self._say(f"step {saved.step} could not be saved ({saved.failure}): mend that; the run goes on")
+            self._keep_best(best_at)
+
+    def _keep_best(self, step: int) -> None:
+        """Give the best evaluation's checkpoint a second name, under which it is not removed."""
+
+        def keep() -> None:
+            source, kept = self.folder / f"step-{step:08d}", self.folder / BEST
+            if not self.world.is_main or (kept / source.name).is_dir() or not source.is_dir():
+                return
+            shutil.rmtree(kept, ignore_errors=True)
+            draft = self.folder / f".{BEST}.tmp"
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.copytree(source, draft / source.name, copy_function=_link)
+            draft.replace(kept)
+
+        together(keep, self.world)
+
+    def _finish(self, state: State) -> None:
+        """See the last save through. Raises TrainerError on all ranks where it failed."""
+        self._saved(self.saver.finish(), state.best_at)
+        last = self.saver.last
+        if last is not None and last.failure:
+            raise TrainerError(f"step {last.step} could not be saved: {last.failure}" if self.world.is_main else "")
+
+    def _identity(self) -> dict[str, Any]:
+        return {**self.job.identity, **asdict(self.setting), "seed": self.seed}
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    def _end(self, state: State, reason: str = "") -> Result:
+        """Leave the result and the best weights, and nothing else that is large."""
+        best = next((e for e in state.evaluations if e["step"] == state.best_at), None)
+        how = "diverged" if reason else "done"
+        if best and not reason and (best["constant"] or state.evaluations[-1]["constant"]):
+            how, reason = "degenerate", "it says the same of everything"
+        result = Result(
+            how=how,
+            seed=self.seed,
+            setting=asdict(self.setting),
+            figures=best["figures"] if best and how != "diverged" else {},
+            step=state.best_at,
+            steps=state.step,
+            seconds=round(state.seconds, 3),
+            examples_per_second=round(state.position / max(state.seconds, 1e-9), 2),
+            evaluations=state.evaluations,
+            reason=reason,
+        )
+        if reason:
+            self._say(f"warning: {self.name}: {how} run: {reason}")
+        together(lambda: self._leave(result) if self.world.is_main else None, self.world)
+        return result
+
+    def _leave(self, result: Result) -> None:
+        if result.how != "diverged" and not (self.folder / WEIGHTS).exists():
+            found = checkpoint.find(self.folder / BEST)
+            tensors, tokenizer = checkpoint.load_weights(found), self.job.tokenizer.sha256()
+            weights.write(tensors, self.job.model, self.folder / WEIGHTS, tokenizer)
+        write_json(self.folder / RESULT, asdict(result))
+        for path in (*checkpoint.named(self.folder), self.folder / BEST):
+            shutil.rmtree(path, ignore_errors=True)
+        (self.folder / "latest").unlink(missing_ok=True)
+
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            say(text)
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under a second name, where the file system has such; else a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

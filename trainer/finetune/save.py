@@ -1,0 +1,160 @@
+"""The fine-tuned model as a folder: a Hugging Face model of the task's own class, proven to be the trained one.
+
+A head with a hidden layer has no class in transformers; its folder holds Lambert's own names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data_prep.tokenizer import Tokenizer
+from trainer.batch import Rows
+from trainer.checkpoint import sync
+from trainer.errors import TrainerError
+from trainer.export import TOLERANCE, _config, random_batch
+from trainer.finetune.task import Task, TaskBatch, TaskModel
+from trainer.hugging_face import to_hugging_face
+from trainer.model import Bert, ModelConfig
+
+HEADS = {  # transformers' classes, and the name that each has for its head
+    "BertForSequenceClassification": "classifier",
+    "BertForTokenClassification": "classifier",
+    "BertForMultipleChoice": "classifier",
+    "BertForQuestionAnswering": "qa_outputs",
+}
+
+
+def write_model(
+    out: Path,
+    weights: dict[str, Tensor],
+    model: ModelConfig,
+    task: Task,
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None],
+) -> None:
+    """Write the folder, whole or not at all, in place of an older one; ``tell`` is told what it was proven to be.
+
+    Raises TrainerError where transformers does not find every name, or gives other answers.
+    """
+    draft = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    exports = task.export_class in HEADS and not task.hidden_head
+    tensors = to_transformers(weights, model, task) if exports else weights
+    tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
+    file = draft / ("model.safetensors" if exports else "weights.safetensors")
+    own = {"model": json.dumps(asdict(model)), "tokenizer": tokenizer.sha256()}
+    save_file(tensors, file, metadata={"format": "pt"} if exports else own)
+    file.chmod(0o644)  # safetensors leaves it to its owner alone
+    tokenizer.save(draft)
+    if exports:
+        settings = draft / "tokenizer_config.json"
+        limit = {"model_max_length": model.max_positions}
+        settings.write_text(json.dumps(json.loads(settings.read_text("utf-8")) | limit, indent=2) + "\n", "utf-8")
+        (draft / "config.json").write_text(json.dumps(config(model, task), indent=2) + "\n", "utf-8")
+        said = f"{out}: {task.export_class}, {prove(draft, weights, model, task)}"
+    else:
+        said = f"{out}: transformers has no class for this head: weights under Lambert's own names"
+    for path in (*draft.iterdir(), draft):
+        sync(path)
+    shutil.rmtree(out, ignore_errors=True)
+    draft.replace(out)
+    tell(said)
+
+
+def to_transformers(weights: dict[str, Tensor], model: ModelConfig, task: Task) -> dict[str, Tensor]:
+    """The weights of a ``TaskModel`` under the names of the task's class."""
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in Bert(model).state_dict().items()}
+    whole = {name: weights[name] if name in weights else torch.zeros(shape) for name, shape in shapes.items()}
+    renamed = to_hugging_face(whole, model)
+    kept = {n: t for n, t in renamed.items() if n.startswith("bert.") and (task.pooled or ".pooler." not in n)}
+    head = HEADS[task.export_class]
+    return kept | {f"{head}.weight": weights["head_weight"], f"{head}.bias": weights["head_bias"]}
+
+
+def config(model: ModelConfig, task: Task) -> dict[str, Any]:
+    """config.json of the exported folder."""
+    tree = {name: value for name, value in _config(model).items() if name != "tie_word_embeddings"}
+    tree |= {"architectures": [task.export_class], "classifier_dropout": None if task.drops else 0.0}
+    labels = task.labels or tuple(f"LABEL_{number}" for number in range(task.outputs))
+    if task.export_class != "BertForQuestionAnswering":  # its two outputs are the first and the last place
+        tree["id2label"] = {str(number): label for number, label in enumerate(labels)}
+        tree["label2id"] = {label: number for number, label in enumerate(labels)}
+    if task.export_class == "BertForSequenceClassification":
+        tree["problem_type"] = "single_label_classification" if task.labels else "regression"
+    return tree
+
+
+# ---- proof, by transformers ------------------------------------------------------------------------------------
+
+
+def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Task) -> str:
+    """Compare transformers' answers with ours on random texts, in fp32, and say the largest difference in words.
+
+    Raises TrainerError for a name that is missing or foreign, and for answers that differ by more than TOLERANCE.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return "not proven: transformers is not installed here"
+    theirs = load_transformers(folder, task.export_class)
+    ours = TaskModel(model, task, 0)
+    ours.load_state_dict({name: tensor.float().cpu() for name, tensor in weights.items()})
+    ours.eval()
+    worst = 0.0
+    for seed in range(2):
+        batch = _batch(random_batch(model, seed))
+        with torch.no_grad():
+            a, b = ours.answers(batch), _padded(theirs, batch, task)
+        worst = max(worst, float((a - b).abs().max() / b.abs().max()))
+    if not worst <= TOLERANCE:  # so written, NaN fails
+        raise TrainerError(
+            f"{folder}: transformers' answers differ by {worst:.1e} of the largest; {TOLERANCE} is allowed"
+        )
+    return f"whose answers in transformers differ from ours by at most {worst:.1e} of the largest"
+
+
+def load_transformers(folder: Path, name: str) -> Any:
+    """The model of a folder, in fp32, evaluating. Raises TrainerError if a tensor is missing or foreign."""
+    import transformers
+    from transformers.utils import logging as reports
+
+    reports.disable_progress_bar()
+    loaded: Any = getattr(transformers, name).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    found, info = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            raise TrainerError(f"{folder}: transformers finds {kind.replace('_', ' ')}: {sorted(info[kind])}")
+    return found.eval()
+
+
+def _batch(rows: Rows) -> TaskBatch:
+    """Random texts, of which every token is asked."""
+    tensors = {name: getattr(rows, name) for name in Rows.__dataclass_fields__}
+    return TaskBatch(**tensors, places=torch.arange(len(rows.tokens)), targets=torch.zeros(0))
+
+
+def _padded(theirs: Any, batch: TaskBatch, task: Task) -> Tensor:
+    """A transformers model on the padded batch: what ``TaskModel.answers`` gives."""
+    present = torch.arange(batch.max_seqlen) < batch.cu_seqlens.diff()[:, None]  # (B, S)
+    tokens = torch.zeros(present.shape, dtype=torch.int64).masked_scatter(present, batch.tokens)
+    segments = torch.zeros_like(tokens).masked_scatter(present, batch.segments)
+    inputs = {"input_ids": tokens, "attention_mask": present.long(), "token_type_ids": segments}
+    if task.export_class == "BertForMultipleChoice":
+        inputs = {name: tensor[:, None] for name, tensor in inputs.items()}  # (B, 1, S): each a choice by itself
+    out = theirs(**inputs)
+    if task.export_class == "BertForQuestionAnswering":
+        return torch.stack([out.start_logits[present], out.end_logits[present]], 1)  # (T, 2)
+    answers: Tensor = out.logits  # (B, outputs), or (B, S, outputs)
+    return answers if task.pooled else answers[present]

@@ -1,0 +1,83 @@
+"""SQuAD's own figures, as the official script for 2.0 defines them: exact match and F1 of an answer's words.
+
+Both compare texts without case, punctuation, articles and superfluous white space, and take the best of a question's
+gold answers. A question without any is answered by nothing, "", alone: both figures are then 1, and otherwise 0. For
+SQuAD 1.1 the official script agrees, except that there a gold answer of articles and punctuation alone has F1 0.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Golds = Sequence[str]  # the answers that are right for one question; empty where it has none
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's, as the official script has it
+
+
+def normalise(text: str) -> str:
+    """The text as answers are compared."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
+
+
+def exact_match(said: str, golds: Golds) -> float:
+    """1 if the answer is one of the gold ones, else 0."""
+    return float(normalise(said) in _compared(golds))
+
+
+def f1(said: str, golds: Golds) -> float:
+    """The largest F1 of the answer's words with those of a gold answer."""
+    return max(_f1(normalise(said).split(), gold.split()) for gold in _compared(golds))
+
+
+def squad_figures(said: Sequence[str], golds: Sequence[Golds]) -> dict[str, float]:
+    """Means over the questions; where some have no answer, over those with one and those without, too."""
+    exact = np.array([exact_match(text, right) for text, right in zip(said, golds, strict=True)])
+    words = np.array([f1(text, right) for text, right in zip(said, golds, strict=True)])
+    answered = np.array([bool(right) for right in golds])
+    figures = {"f1": _mean(words), "exact_match": _mean(exact)}
+    for name, part in (("answered", answered), ("unanswerable", ~answered)):
+        if not answered.all() and part.any():
+            figures |= {f"f1.{name}": _mean(words[part]), f"exact_match.{name}": _mean(exact[part])}
+    return figures
+
+
+def best_thresholds(said: Sequence[str], margins: Sequence[float], golds: Sequence[Golds]) -> dict[str, float]:
+    """The best figures that any threshold reaches on these very questions, and the lowest such threshold of each.
+
+    A question is left without an answer where its margin is above the threshold: by how much "no answer" beat ``said``.
+    """
+    found: dict[str, float] = {}
+    for name, figure in (("f1", f1), ("exact_match", exact_match)):
+        nothing = np.array([figure("", right) for right in golds])
+        gains = np.array([figure(text, right) for text, right in zip(said, golds, strict=True)]) - nothing
+        order = np.argsort(margins, kind="stable")
+        at = np.asarray(margins, np.float64)[order]
+        sums = nothing.sum() + np.cumsum(gains[order])  # if all up to there are answered
+        last = np.flatnonzero(
+            np.append(at[1:] > at[:-1], True)
+        )  # of those with equal margins: the threshold has them all
+        reached = np.append(nothing.sum(), sums[last])
+        thresholds = np.append(np.floor(at[0]) - 1, at[last])
+        best = int(reached.argmax())
+        found |= {f"best_{name}": float(reached[best]) / len(said), f"best_{name}_threshold": float(thresholds[best])}
+    return found
+
+
+def _compared(golds: Golds) -> list[str]:
+    return [gold for gold in map(normalise, golds) if gold] or [""]
+
+
+def _f1(said: list[str], gold: list[str]) -> float:
+    if not said or not gold:
+        return float(said == gold)
+    return 2 * (Counter(said) & Counter(gold)).total() / (len(said) + len(gold))
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    return float(values.mean())

@@ -1,0 +1,204 @@
+"""All runs of a command: every setting with every seed, what they come to, and the one that is chosen."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.engine import EngineConfig, resolve_precision
+from trainer.errors import TrainerError
+from trainer.finetune.data import Part, read_part
+from trainer.finetune.options import Setting
+from trainer.finetune.predict import write_predictions
+from trainer.finetune.result import Result, read_result, write_json
+from trainer.finetune.run import WEIGHTS, Job, Run
+from trainer.finetune.save import write_model
+from trainer.finetune.score import Answers, answer, judge
+from trainer.finetune.task import TaskModel
+from trainer.journal import say
+from trainer.stop import Stop
+from trainer.weights import read
+from trainer.world import World, require_shared, together
+
+RESULTS, SETTINGS, MODEL = "results.json", "settings.json", "model"
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the seeds of one setting come to, by the task's measure on dev. A run that diverged counts as the lowest."""
+
+    setting: Setting
+    values: tuple[float | None, ...]  # of each seed; None: it diverged
+    median: float | None  # None: half of them or more diverged
+    spread: float | None  # standard deviation over seeds with a value; None for fewer than two
+    best: float | None
+    failed: int  # runs that diverged, or say the same of everything
+
+
+def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
+    """All runs, but for those that have ended already. None if it was asked to stop, and has saved."""
+    options = job.options
+    together(partial(_require_same, job) if world.is_main else _nothing, world)
+    require_shared(options.out, world)
+    tell = say if world.is_main else _silent
+    results, count = list[Result](), len(options.settings) * len(options.seeds)
+    for setting in options.settings:
+        own: list[Result] = []
+        for seed in options.seeds:
+            name = setting.folder(seed)
+            place = f"run {len(results) + len(own) + 1} of {count}, {name}"
+            result = read_result(options.out / name, world)
+            if result is not None:
+                tell(f"{place}: it has ended already: {result.how}")
+            else:
+                tell(place)
+                result = _one(job, setting, seed, world, stop)
+            if result is None:
+                return None
+            own.append(result)
+            together(partial(_keep_best, job, own) if world.is_main else _nothing, world)
+        results += own
+    return results
+
+
+def _one(job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> Result | None:
+    """One run, and its memory given back. None if it was asked to stop."""
+    run = Run(job, setting, seed, world, stop)
+    result = run.run()
+    run.close()
+    del run
+    _let_go()
+    return result
+
+
+def summarise(results: Sequence[Result], measure: str) -> list[Row]:
+    """A row for each setting, in the order of their first runs. Pure."""
+    rows = []
+    for setting in dict.fromkeys(Setting(**result.setting) for result in results):  # type: ignore[arg-type]
+        own = [result for result in results if result.setting == asdict(setting)]
+        values = tuple(result.figures.get(measure) for result in own)
+        known = [value for value in values if value is not None]
+        middle = statistics.median([-1e9 if value is None else value for value in values])
+        rows.append(
+            Row(
+                setting,
+                values,
+                middle if middle > -1e8 else None,
+                statistics.stdev(known) if len(known) > 1 else None,
+                max(known, default=None),
+                sum(result.how != "done" for result in own),
+            )
+        )
+    return rows
+
+
+def choose(rows: Sequence[Row], results: Sequence[Result], measure: str) -> Result:
+    """The best run of the setting with the best median on dev. Raises TrainerError where nothing has one."""
+    known = [row for row in rows if row.median is not None]
+    if not known:
+        raise TrainerError("no setting has a median: half of its runs or more diverged; lower the rates")
+    chosen = max(known, key=lambda row: row.median if row.median is not None else 0.0)
+    own = [r for r in results if r.setting == asdict(chosen.setting) and r.how != "diverged"]
+    return max(own, key=lambda result: result.figures[measure])
+
+
+def conclude(job: Job, results: list[Result], test: Part | None, world: World) -> dict[str, Any]:
+    """Score the chosen run on what else there is, once; write its model, the predictions and all results."""
+    options, measure = job.options, job.task.measure
+    rows = summarise(results, measure)
+    tree: dict[str, Any] = {
+        "task": options.task,
+        "measure": measure,
+        "runs": [asdict(result) for result in results],
+        "settings": [asdict(row) for row in rows],
+    }
+    path = options.out / RESULTS
+    together(lambda: write_json(path, tree) if world.is_main else None, world)  # also if none can be chosen
+    best = choose(rows, results, measure)
+    folder = options.out / Setting(**best.setting).folder(best.seed)  # type: ignore[arg-type]
+    weights = together(lambda: read(folder / WEIGHTS, say).tensors, world)
+    model = TaskModel(job.model, job.task, best.seed)
+    model.load_state_dict(weights)
+    precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
+    model = model.to(world.device, _DTYPES[precision])
+    scores, answered = _score(job, model, test, world)
+    tree |= {"chosen": {"seed": best.seed, **best.setting, "dev": best.figures}, **scores}
+
+    def leave() -> None:
+        write_json(path, tree)
+        if options.predict is not None:
+            part, answers = answered
+            write_predictions(options.predict, job.task.predictions(part.records, part.units, answers))
+            say(f"{options.predict}: predictions of {part.path}")
+        write_model(options.out / MODEL, weights, job.model, job.task, job.tokenizer, say)
+
+    together(leave if world.is_main else _nothing, world)
+    return tree
+
+
+def _score(job: Job, model: TaskModel, test: Part | None, world: World) -> tuple[dict[str, Any], tuple[Part, Answers]]:
+    """Figures of the further files, and the answers that are to be written: of test where there is one, else of dev."""
+    options = job.options
+    scores: dict[str, Any] = {}
+    for path in options.also:
+        part = together(partial(read_part, path, job.task, job.tokenizer.encoder, options.recipe.length), world)
+        answers = answer(model, part.table, world)
+        scores.setdefault("also", {})[str(path)] = judge(answers, part, job.task, world).figures
+    if test is None and options.predict is None:
+        return scores, (job.dev, [])
+    part = test or job.dev
+    answers = answer(model, part.table, world)
+    if test is not None and test.known:
+        scores["test"] = judge(answers, test, job.task, world).figures
+    return scores, (part, answers)
+
+
+def _require_same(job: Job) -> None:
+    """The folder of results must be of the same task, data and model, all but the settings and seeds."""
+    path = job.options.out / SETTINGS
+    job.options.out.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        write_json(path, job.identity)
+        return
+    then = json.loads(path.read_text(encoding="utf-8"))
+    different = [
+        f"{key} was {then.get(key)}, now {value}" for key, value in job.identity.items() if then.get(key) != value
+    ]
+    if different:
+        raise TrainerError(
+            f"{job.options.out} has results of another command ({'; '.join(different)}): name another --out"
+        )
+
+
+def _keep_best(job: Job, own: list[Result]) -> None:
+    """Remove the weights of the setting's runs that cannot be chosen any more."""
+    known = [result for result in own if result.figures]
+    best = max(known, key=lambda result: result.figures[job.task.measure], default=None)
+    for result in own:
+        if result is not best:
+            folder: Path = job.options.out / Setting(**result.setting).folder(result.seed)  # type: ignore[arg-type]
+            (folder / WEIGHTS).unlink(missing_ok=True)
+
+
+def _let_go() -> None:
+    """Free what a run's engine held: its hooks make circles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _silent(text: str) -> None:
+    """Rank 0 says it."""

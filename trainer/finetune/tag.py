@@ -1,0 +1,243 @@
+"""Token tagging, as of named entities: a label for each word of a sentence, asked of the word's first piece.
+
+Two formats are read. CoNLL-2003's own: a line a word, its columns parted by blanks, the word first and its tag last, an
+empty line between sentences, ``-DOCSTART-`` between documents. And, where the name ends as of JSON lines, such:
+{"tokens": ["EU", …], "ner_tags": ["B-ORG", …]}, without ner_tags where nobody knows. Tags are O, B-TYPE and I-TYPE.
+Where a file has them as published in 2003 (IOB1: B- only where an entity follows another of its type), they are
+brought to BIO, where each entity begins with B-, and that is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kernels.cross_entropy import cross_entropy
+from trainer.errors import TrainerError
+from trainer.finetune.entities import entities, entity_figures
+from trainer.finetune.formats import LINES
+from trainer.finetune.lines import json_objects, read_lines
+from trainer.finetune.task import Example, TaskBatch, Unit, pack
+
+OUTSIDE = "O"
+TAG = re.compile(r"O|[BI]-\S+")
+BLANKS = re.compile(r"[ \t]+")  # not all white space: a word may hold another, such as U+00A0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """The words of a sentence and their tags, in BIO."""
+
+    number: int  # in its file, from 0
+    words: tuple[str, ...]
+    tags: tuple[str, ...]  # empty where nobody knows
+    lines: Sequence[int]  # of the file, where each word stands
+
+
+@dataclass(frozen=True)
+class TagTask:
+    """A label for each word, scored by whole entities."""
+
+    labels: tuple[str, ...]  # O first
+    tell: Callable[[str], None] = _log.warning  # what became of a file
+
+    name = "ner"
+    measure = "f1"
+    pooled = False
+    drops = True
+    hidden_head = False
+    dtype = torch.int64
+    export_class = "BertForTokenClassification"
+
+    @classmethod
+    def of(cls, training: Path, tell: Callable[[str], None] = _log.warning) -> TagTask:
+        """The task whose labels are those of the training file. TrainerError where it holds no entity."""
+        tags = {tag for sentence in read_sentences(training, lambda _: None) for tag in sentence.tags} - {OUTSIDE}
+        if not tags:
+            raise TrainerError(f"{training}: no word has a tag other than O; there is nothing to learn from")
+        return cls((OUTSIDE, *sorted(tags)), tell)
+
+    @property
+    def outputs(self) -> int:
+        """One for each label."""
+        return len(self.labels)
+
+    def read(self, path: Path) -> list[Sentence]:
+        """The sentences of a file. TrainerError for a tag that is none of the labels."""
+        sentences = read_sentences(path, self.tell)
+        for sentence in sentences:
+            for word, tag, line in zip(sentence.words, sentence.tags, sentence.lines, strict=False):
+                if tag not in self.labels:
+                    known = ", ".join(self.labels)
+                    raise TrainerError(
+                        f"{path}, line {line}: {word!r} has the tag {tag}; the training file has {known}"
+                    )
+        return sentences
+
+    def units(self, record: Sentence, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
+        """Windows of whole words, none for a sentence without a visible character; each word is asked for once.
+
+        A word of more pieces than a window holds keeps its first ones. A word without any (of control characters, say)
+        is not asked for, and is outside of all entities.
+        """
+        encoding = tokenizer.encode(list(record.words), is_pretokenized=True, add_special_tokens=False)
+        pieces: list[list[int]] = [[] for _ in record.words]
+        for piece, word in zip(encoding.ids, encoding.word_ids, strict=True):
+            assert word is not None  # only control tokens stand in no word
+            pieces[word].append(piece)
+        return [(self._example(record, pieces, words, tokenizer, longest),) for words in _windows(pieces, longest - 2)]
+
+    def _example(
+        self, record: Sentence, pieces: list[list[int]], words: list[int], tokenizer: Tokenizer, longest: int
+    ) -> Example:
+        own = [pieces[word][: longest - 2] for word in words]
+        starts = np.cumsum([1, *map(len, own)]).tolist()  # behind [CLS]
+        return replace(
+            pack(tokenizer, [piece for word in own for piece in word]),
+            places=tuple(starts[:-1]),
+            targets=tuple(self.labels.index(record.tags[word]) for word in words if record.tags),
+            origin=(record.number, words),
+        )
+
+    def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
+        """() fp32: the words' cross-entropies, summed."""
+        return cross_entropy(answers, batch.targets)[0]
+
+    def count(self, unit: Unit) -> int:
+        """Words that are asked for."""
+        return sum(len(example.targets) for example in unit)
+
+    def score(
+        self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
+    ) -> dict[str, float]:
+        """F1, precision and recall of entities, over all and of each type (``f1.PER``), and the accuracy of words."""
+        both = zip(records, self.tags(records, units, answers), strict=True)
+        known = [(record.tags, tags) for record, tags in both if record.tags]
+        if not known:
+            raise TrainerError(f"{self.name}: there is no sentence with tags to be judged by")
+        gold, said = zip(*known, strict=True)
+        right = sum(own == other for a, b in known for own, other in zip(a, b, strict=True))
+        return entity_figures(gold, said) | {"accuracy": right / sum(map(len, gold))}
+
+    def tags(
+        self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
+    ) -> list[list[str]]:
+        """The tag of every word of the records."""
+        said = {record.number: [OUTSIDE] * len(record.words) for record in records}
+        for unit, rows in zip(units, answers, strict=True):  # rows (words, labels)
+            number, words = unit[0].origin
+            for word, label in zip(words, rows.argmax(1).tolist(), strict=True):
+                said[number][word] = self.labels[label]
+        return [said[record.number] for record in records]
+
+    def predictions(
+        self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
+    ) -> list[dict[str, Any]]:
+        """The words of each sentence, and their tags."""
+        said = self.tags(records, units, answers)
+        return [{"tokens": list(r.words), "ner_tags": tags} for r, tags in zip(records, said, strict=True)]
+
+
+def _windows(pieces: list[list[int]], room: int) -> Iterator[list[int]]:
+    """Neighbouring words, by number, that have ``room`` together, or a long one alone; without those of no piece."""
+    words: list[int] = []
+    used = 0
+    for word, own in enumerate(pieces):
+        if words and used + len(own) > room:
+            yield words
+            words, used = [], 0
+        if own:
+            words.append(word)
+            used += len(own)
+    if words:
+        yield words
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+
+def read_sentences(path: Path, tell: Callable[[str], None] = _log.warning) -> list[Sentence]:
+    """The sentences of a file, tagged in BIO; ``tell`` hears if they were not. TrainerError by file and line."""
+    read = _json_sentences if path.suffix in LINES else _conll_sentences
+    sentences = list(read(path))
+    if not sentences:
+        raise TrainerError(f"{path} holds no sentence; write a line for each word: the word, a blank and its tag")
+    return _in_bio(path, sentences, tell)
+
+
+def _conll_sentences(path: Path) -> Iterator[Sentence]:
+    number, wanted = 0, 0
+    rows: list[tuple[str, str, int]] = []  # the words of this sentence so far, their tags and lines
+    for line, text in enumerate([*read_lines(path), ""], 1):
+        columns = BLANKS.split(text.strip(" \t"))
+        if columns == [""] or columns[0] == "-DOCSTART-":
+            if rows:
+                words, tags, lines = zip(*rows, strict=True)
+                yield Sentence(number, words, tags, lines)
+                number, rows = number + 1, []
+            continue
+        wanted = wanted or len(columns)
+        if len(columns) < 2 or len(columns) != wanted:
+            seen = f"{len(columns)} columns, where {max(wanted, 2)} are wanted"
+            raise TrainerError(f"{path}, line {line}: {seen}; write the word first and its tag last, parted by blanks")
+        _check_tag(columns[-1], f"{path}, line {line}")
+        rows.append((columns[0], columns[-1], line))
+
+
+def _json_sentences(path: Path) -> Iterator[Sentence]:
+    for number, (line, record) in enumerate(json_objects(path)):
+        where = f"{path}, line {line}"
+        words = _strings(record.get("tokens"), f'{where}: "tokens"')
+        tags = _strings(record["ner_tags"], f'{where}: "ner_tags"') if "ner_tags" in record else []
+        if "ner_tags" in record and len(words) != len(tags):
+            raise TrainerError(f"{where}: {len(words)} tokens and {len(tags)} ner_tags; write one tag a token")
+        for tag in tags:
+            _check_tag(tag, where)
+        yield Sentence(number, tuple(words), tuple(tags), (line,) * len(words))
+
+
+def _strings(value: Any, what: str) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise TrainerError(f"{what} must be a list of strings, one a word, and not empty")
+    return value
+
+
+def _check_tag(tag: str, where: str) -> None:
+    if not TAG.fullmatch(tag):
+        raise TrainerError(f"{where}: tag {tag!r} is none of O, B-TYPE and I-TYPE; bring the tags to BIO")
+
+
+def _in_bio(path: Path, sentences: list[Sentence], tell: Callable[[str], None]) -> list[Sentence]:
+    """The sentences with a B- at each entity's beginning, if they are in BIO or in IOB1."""
+    loose, strict = [], []  # lines where an I- begins an entity, and where a B- does that IOB1 would not write
+    for sentence in sentences:
+        for kind, first, _ in entities(sentence.tags):
+            after = sentence.tags[first - 1].endswith(f"-{kind}") if first else False
+            if sentence.tags[first].startswith("I"):
+                loose.append(sentence.lines[first])
+            elif not after:
+                strict.append(sentence.lines[first])
+    if not loose:
+        return sentences
+    if strict:
+        seen = f"an I- begins an entity here, and a B- does at line {strict[0]}"
+        change = "write B- at each beginning (BIO), or only between neighbours of one type (IOB1)"
+        raise TrainerError(f"{path}, line {loose[0]}: {seen}; {change}")
+    tell(f"{path}: tags are in IOB1; they were brought to BIO, with a B- at the beginning of each entity")
+    return [replace(sentence, tags=_begun(sentence.tags)) for sentence in sentences]
+
+
+def _begun(tags: tuple[str, ...]) -> tuple[str, ...]:
+    firsts = {first for _, first, _ in entities(tags)}
+    return tuple(f"B{tag[1:]}" if place in firsts else tag for place, tag in enumerate(tags))

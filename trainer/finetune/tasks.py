@@ -1,0 +1,253 @@
+"""The tasks that are known by name: how their files look, how they are judged, and their published recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.errors import TrainerError
+from trainer.finetune.classify import Columns, Format, SentenceTask, find_labels
+from trainer.finetune.task import Task
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a fine-tuning is done with, unless a user says otherwise.
+
+    Devlin et al. 2019 (appendix A.3) search batches of 16 and 32, rates of 5e-5, 3e-5 and 2e-5, and 2 to 4 epochs, with
+    warm-up over the first tenth, linear decay and a weight decay of 0.01. Gradients are not clipped here unless
+    that is asked for; google-research/bert (optimization.py) clips them to a global norm of 1.0.
+    """
+
+    length: int = 128  # tokens of an example, at most
+    epochs: float = 3.0
+    batch: int = 32  # records of a step
+    rate: float = 2e-5
+    warmup: float = 0.1  # share of the steps
+    weight_decay: float = 0.01
+    clipping: float = 0.0  # of the gradients' global norm; 0 is off
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a user says about the task itself."""
+
+    train: Path  # its labels are the task's, where the task has none of its own
+    columns: Columns | None = None  # instead of the published ones
+    regression: bool = False
+    measure: str | None = None  # to be judged by, instead of the task's own
+    mlp: bool = False  # a head with a hidden layer
+
+
+@dataclass(frozen=True)
+class Files:
+    """The names under which a folder of data has its parts; the first that is there is taken."""
+
+    train: tuple[str, ...] = ("train.tsv", "train.jsonl", "train.csv")
+    dev: tuple[str, ...] = ("dev.tsv", "dev.jsonl", "dev.csv")
+    test: tuple[str, ...] = ("test.tsv", "test.jsonl", "test.csv")
+    also: tuple[str, ...] = ()  # scored at the end, too, all that are there
+
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A task by name."""
+
+    make: Callable[[Wish, Tell], Task]
+    recipe: Recipe = Recipe()
+    files: Files = Files()
+
+
+def known(name: str) -> Known:
+    """The task of a name. Raises TrainerError with those that there are."""
+    if name not in TASKS:
+        raise TrainerError(f"--task {name} is not known: name one of {', '.join(sorted(TASKS))}")
+    return TASKS[name]
+
+
+# ---- sentences and pairs ---------------------------------------------------------------------------------------
+
+PAIR = ("sentence1", "sentence2")
+_ENTAILMENT = ("contradiction", "entailment", "neutral")  # google-research/bert's order
+
+
+def _published(
+    name: str,
+    columns: tuple[Columns, ...],
+    labels: tuple[str, ...],
+    figures: tuple[str, ...],
+    form: Format | None = None,
+) -> Callable[[Wish, Tell], Task]:
+    """A task with columns of its own, in a ``form`` of its own where one is given. No labels: a number."""
+    own = replace(form or Format(()), columns=columns)
+
+    def make(wish: Wish, tell: Tell) -> Task:
+        _two(wish.columns)
+        if wish.regression and labels:
+            raise TrainerError(f"--regression is for numbers, and {name} has classes: {', '.join(labels)}")
+        used = own if wish.columns is None else replace(own, columns=(wish.columns,), headless=())
+        return SentenceTask(name, _judge(name, wish, figures), figures, used, labels, wish.mlp, tell)
+
+    return make
+
+
+def _own(wish: Wish, tell: Tell) -> Task:
+    """A user's own classes or numbers."""
+    _two(wish.columns)
+    defaults = (Columns(PAIR, "label"), Columns(("sentence",), "label"), Columns(("text",), "label"))
+    form = Format(defaults if wish.columns is None else (wish.columns,))
+    labels = () if wish.regression else find_labels(wish.train, form)
+    figures = ["pearson", "spearman"] if wish.regression else ["accuracy", "macro_f1", "matthews"]
+    figures += ["f1"] if len(labels) == 2 else []
+    return SentenceTask("sentence", _judge("sentence", wish, figures), tuple(figures), form, labels, wish.mlp, tell)
+
+
+def _judge(name: str, wish: Wish, figures: Sequence[str]) -> str:
+    if wish.measure is not None and wish.measure not in figures:
+        raise TrainerError(f"--measure {wish.measure} is none of {name}'s: {', '.join(figures)}")
+    return wish.measure or figures[0]
+
+
+def _two(columns: Columns | None) -> None:
+    if columns is not None and len(columns.texts) > 2:
+        raise TrainerError(f"--text-columns names {len(columns.texts)} columns: a text has one, a pair two")
+
+
+_PLAIN = Columns(PAIR, "label")
+_ONE = Columns(("sentence",), "label")
+_COLA = Format((), headless=("source", "label", "notation", "sentence"))
+_STS = Format((), headless=("genre", "file", "year", "old_index", "score", "sentence1", "sentence2"))
+_SNLI = Format((), dropped=("-",))
+_SICK_FILES = Files(
+    (*Files.train, "SICK_train.txt", "SICK.txt#SemEval_set=TRAIN"),
+    (*Files.dev, "SICK_trial.txt", "SICK.txt#SemEval_set=TRIAL"),
+    (*Files.test, "SICK_test_annotated.txt", "SICK.txt#SemEval_set=TEST"),
+)
+_SICK_TEXTS = ("sentence_A", "sentence_B")
+_SNLI_FILES = Files(
+    (*Files.train, "snli_1.0_train.jsonl"), (*Files.dev, "snli_1.0_dev.jsonl"), (*Files.test, "snli_1.0_test.jsonl")
+)
+_MNLI_FILES = Files(
+    (*Files.train, "multinli_1.0_train.jsonl"),
+    ("dev_matched.tsv", *Files.dev, "multinli_1.0_dev_matched.jsonl"),
+    ("test_matched.tsv", *Files.test),
+    ("dev_mismatched.tsv", "multinli_1.0_dev_mismatched.jsonl"),
+)
+_MRPC_FILES = Files((*Files.train, "msr_paraphrase_train.txt"), Files.dev, (*Files.test, "msr_paraphrase_test.txt"))
+_STS_FILES = Files((*Files.train, "sts-train.csv"), (*Files.dev, "sts-dev.csv"), (*Files.test, "sts-test.csv"))
+
+
+# ---- tags, answers and choices ---------------------------------------------------------------------------------
+
+
+def _tags(wish: Wish, tell: Tell) -> Task:
+    from trainer.finetune.tag import TagTask
+
+    _only_sentences("a task of tags", wish, columns=False)
+    return TagTask.of(wish.train, tell)
+
+
+def _answers(unanswerable: bool) -> Callable[[Wish, Tell], Task]:
+    def make(wish: Wish, tell: Tell) -> Task:
+        from trainer.finetune.answer import AnswerTask
+
+        _only_sentences("a task of questions", wish, columns=False)
+        return AnswerTask(unanswerable)
+
+    return make
+
+
+def _choices(wish: Wish, tell: Tell) -> Task:
+    """``--text-columns``: the context's, and those of the choices, or one that holds a list of them."""
+    from trainer.finetune.choose import SWAG, Choices, ChoiceTask
+
+    _only_sentences("a task of choices", wish, columns=True)
+    own = wish.columns
+    if own is not None and len(own.texts) < 2:
+        raise TrainerError("--text-columns must name the context's column and those of the choices")
+    return ChoiceTask.of(wish.train, SWAG if own is None else Choices(own.texts[0], own.texts[1:], label=own.label))
+
+
+def _only_sentences(name: str, wish: Wish, columns: bool) -> None:
+    """Refuse what only sentence tasks understand; ``columns``: this one has some, too."""
+    said: dict[str, object] = {"--regression": wish.regression, "--measure": wish.measure, "--head mlp": wish.mlp}
+    said |= {} if columns else {"--text-columns": wish.columns}
+    for option, value in said.items():
+        if value:
+            raise TrainerError(f"{option} is for tasks of sentences, and this is {name}: leave it out")
+
+
+_CONLL_FILES = Files(
+    (*Files.train, "train.txt", "eng.train"),
+    (*Files.dev, "dev.txt", "valid.txt", "eng.testa"),
+    (*Files.test, "test.txt", "eng.testb"),
+)
+_SQUAD_FILES = Files(("train-v1.1.json", *Files.train), ("dev-v1.1.json", *Files.dev), Files.test)
+_SQUAD2_FILES = Files(("train-v2.0.json", *Files.train), ("dev-v2.0.json", *Files.dev), Files.test)
+_SWAG_FILES = Files(Files.train, ("val.csv", *Files.dev), Files.test)
+
+TASKS: dict[str, Known] = {
+    "sentence": Known(_own),
+    "cola": Known(_published("cola", (_ONE,), ("0", "1"), ("matthews", "accuracy"), _COLA)),
+    "sst2": Known(_published("sst2", (_ONE,), ("0", "1"), ("accuracy",))),
+    "mrpc": Known(
+        _published("mrpc", (_PLAIN, Columns(("#1 String", "#2 String"), "Quality")), ("0", "1"), ("f1", "accuracy")),
+        files=_MRPC_FILES,
+    ),
+    "qqp": Known(
+        _published(
+            "qqp",
+            (Columns(("question1", "question2"), "is_duplicate"), _PLAIN),
+            ("0", "1"),
+            ("f1", "accuracy"),
+            Format((), skips=True),  # some published lines are cut off
+        )
+    ),
+    "stsb": Known(
+        _published("stsb", (Columns(PAIR, "score"), _PLAIN), (), ("spearman", "pearson"), _STS), files=_STS_FILES
+    ),
+    "mnli": Known(
+        _published("mnli", (Columns(PAIR, "gold_label"), _PLAIN), _ENTAILMENT, ("accuracy",), _SNLI), files=_MNLI_FILES
+    ),
+    "qnli": Known(
+        _published(
+            "qnli",
+            (Columns(("question", "sentence"), "label"), _PLAIN),
+            ("entailment", "not_entailment"),
+            ("accuracy",),
+        )
+    ),
+    "rte": Known(_published("rte", (_PLAIN,), ("entailment", "not_entailment"), ("accuracy",))),
+    "snli": Known(
+        _published("snli", (Columns(PAIR, "gold_label"), _PLAIN), _ENTAILMENT, ("accuracy",), _SNLI), files=_SNLI_FILES
+    ),
+    "sick-entailment": Known(
+        _published(
+            "sick-entailment",
+            (Columns(_SICK_TEXTS, "entailment_label"), Columns(_SICK_TEXTS, "entailment_judgment"), _PLAIN),
+            _ENTAILMENT,
+            ("accuracy",),
+            Format((), lower=True),
+        ),
+        files=_SICK_FILES,
+    ),
+    "sick-relatedness": Known(
+        _published(
+            "sick-relatedness",
+            (Columns(_SICK_TEXTS, "relatedness_score"), Columns(PAIR, "relatedness")),
+            (),
+            ("pearson", "spearman"),
+        ),
+        files=_SICK_FILES,
+    ),
+    "ner": Known(_tags, Recipe(rate=5e-5), _CONLL_FILES),
+    "conll2003": Known(_tags, Recipe(rate=5e-5), _CONLL_FILES),
+    # Devlin et al. 2019, sections 4.2 to 4.4
+    "squad": Known(_answers(False), Recipe(384, rate=5e-5), _SQUAD_FILES),
+    "squad2": Known(_answers(True), Recipe(384, epochs=2.0, batch=48, rate=5e-5), _SQUAD2_FILES),
+    "swag": Known(_choices, Recipe(batch=16), _SWAG_FILES),
+}
