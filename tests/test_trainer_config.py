@@ -99,6 +99,9 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("phases.0.masks=whole", "phases.0.masks: 'whole' is not one of static, dynamic"),
         ("metrics.port=0", "metrics.port is 0: must lie between 1 and 65535, or be null for no exporter"),
         ("optimiser.name=adam", "optimiser: unknown key; did you mean optimizer?"),
+        ("evaluation.stop_at.mlm_acuracy=0.72", "evaluation.stop_at.mlm_acuracy: unknown key; did you mean mlm_accura"),
+        ("evaluation.stop_at.mlm_accuracy=72", "evaluation.stop_at.mlm_accuracy is 72.0: must be above 0 and at most"),
+        ("evaluation.stop_at.mlm_accuracy=0.72", "evaluation.stop_at is set but no phase has held-out shards: name so"),
         ("phases.1.steps=5", "--set phases.1.steps: no such place in this configuration; list items go by number"),
         ("run.name.first=5", "--set run.name.first: no such place in this configuration"),
         ("run.name", "--set run.name: write it as section.key=value"),
@@ -143,7 +146,8 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path, content: bytes | None, 
 
 def test_the_resolved_configuration_reads_back_as_itself(tmp_path: Path) -> None:
     overrides = ("phases.0.heldout=h", "metrics.port=null", "optimizer.max_trust_ratio=10", "phases.0.power=0.5")
-    config = loaded(tmp_path, *overrides, "phases.0.masks=dynamic")
+    config = loaded(tmp_path, *overrides, "phases.0.masks=dynamic", "evaluation.stop_at.mlm_accuracy=0.72")
+    assert config.evaluation.stop_at.named == {"mlm_accuracy": 0.72}
     tree = to_tree(config)
     assert loaded(tmp_path, text=yaml.safe_dump(tree)) == config
     assert tree["engine"]["loss_scale_growth_interval"] == 1000  # every default is stated

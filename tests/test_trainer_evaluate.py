@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import shutil
 from dataclasses import astuple, replace
@@ -9,16 +11,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
+from runs import lines, write_config
 from torch import Tensor
 
 import trainer.evaluate
 from data_prep.manifest import load_manifest
 from trainer.batch import IGNORED, MicroBatch
-from trainer.evaluate import evaluate, evaluate_context, main, only_mask_token, shuffled_context, unigram_entropy
+from trainer.cache import CacheConfig
+from trainer.errors import TrainerError
+from trainer.evaluate import (
+    Target,
+    evaluate,
+    evaluate_context,
+    main,
+    only_mask_token,
+    shuffled_context,
+    unigram_entropy,
+)
+from trainer.history import read_history
 from trainer.loader import Loader
-from trainer.model import Bert, ModelConfig
+from trainer.model import Bert, ModelConfig, Output
+from trainer.world import World
 
 CPU = torch.device("cpu")
 
@@ -59,11 +75,28 @@ def by_hand(model: Bert, batches: list[MicroBatch]) -> dict[str, float]:
 def test_figures_are_means_over_targets_and_pairs(tiny_shards: Path, tiny_model: ModelConfig) -> None:
     model = Bert(tiny_model, seed=3).train()
     [batches] = shares(tiny_shards, 1)
-    batches = [only_mask_token(batch, 4) for batch in batches]  # some labels are IGNORED
-    assert evaluate(model, iter(batches), CPU) == pytest.approx(by_hand(model, batches), rel=1e-5)
+    forwards: list[int] = []
+    model.register_forward_hook(lambda *_: forwards.append(1))  # as DeepSpeed's, which gather a model's parameters
+    hidden = [only_mask_token(batch, 4) for batch in batches]  # some labels are IGNORED
+    only = by_hand(model, hidden)
+    assert evaluate(model, iter(hidden), CPU) == pytest.approx(only, rel=1e-5)
+    figures = evaluate(model, iter(batches), CPU, mask_id=4)
+    assert len(forwards) == 2 * len(batches)  # one for all the figures
+    apart = {"mask_loss": only["mlm_loss"], "mask_accuracy": only["mlm_accuracy"]}
+    assert figures == pytest.approx(by_hand(model, batches) | apart, rel=1e-5)
+    assert abs(figures["mlm_loss"] - figures["mask_loss"]) > 1e-4
     assert model.training  # as it was
     evaluate(model.eval(), iter(batches[:1]), CPU)
     assert not model.training
+    output = model(batches[0], None)
+    assert output._fields == Output._fields  # its own forward again
+
+
+def test_without_mask_there_is_no_figure_of_it(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+    [batches] = shares(tiny_shards, 1)
+    shown = [replace(batch, tokens=batch.tokens.clamp(min=5)) for batch in batches]
+    figures = evaluate(Bert(tiny_model), iter(shown), CPU, mask_id=4)
+    assert figures.keys() == {"mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"}
 
 
 def test_without_pairs_there_is_no_figure_of_the_second_task(tiny_shards: Path, tiny_model: ModelConfig) -> None:
@@ -257,3 +290,77 @@ def test_the_command_reads_data_sets_at_addresses(
     with pytest.raises(SystemExit):
         main([*arguments, "--cache-gigabytes", "-1"])
     assert "--cache-gigabytes is -1.0: must be 0 or more" in capsys.readouterr().err
+
+
+# ---- a target ------------------------------------------------------------------------------------------------
+
+
+def test_a_target_is_reached_when_all_that_is_asked_for_is() -> None:
+    assert Target().reached({"mlm_loss": 0.0, "mlm_accuracy": 1.0}) == ""
+    target = Target(mlm_accuracy=0.72, mask_loss=1.5)
+    good = {"mlm_accuracy": 0.72, "mask_loss": 1.5, "mlm_loss": 9.0}
+    assert target.reached(good) == "mlm_accuracy 0.72 (0.72 was asked for), mask_loss 1.5 (1.5 was asked for)"
+    assert not target.reached(good | {"mlm_accuracy": 0.719}) and not target.reached(good | {"mask_loss": 1.51})
+    assert not target.reached({"mlm_accuracy": 0.9}) and not target.reached(good | {"mask_loss": math.nan})
+    assert Target(nsp_accuracy=72, mlm_loss=0).problems() == [
+        "mlm_loss is 0: must be above 0",
+        "nsp_accuracy is 72: must be above 0 and at most 1",
+    ]
+    with pytest.raises(TrainerError, match="stop_at.nsp_loss is set, but no held-out shards of the run have pairs"):
+        Target(nsp_loss=0.1).require(paired=False)
+
+
+def test_two_ranks_end_at_the_target_and_are_evaluated_together(
+    tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 0, saved; the same command ends at once, a higher target goes on. One process has the same figures."""
+    config = write_config(
+        tmp_path, tiny_shards, 12, evaluation={"every_steps": 4, "stop_at": {"mlm_loss": 100.0, "nsp_accuracy": 1e-6}}
+    )
+    run, heldout = tmp_path / "run", f"phases.0.heldout={tiny_shards}"
+
+    def train(*overrides: str) -> str:
+        told = [part for override in (heldout, *overrides) for part in ("--set", override)]
+        ended = ranks.finish(ranks.fork(2, "trainer/__main__.py", "--config", str(config), *told))
+        assert [code for code, _ in ended] == [0, 0], ended
+        return ended[0][1]
+
+    assert "done: 4 steps" in train()
+    assert json.loads((run / "ended.json").read_text()) == {"how": "reached", "step": 4}
+    assert (run / "step-00000004" / "checkpoint.json").is_file()
+    [end], [told] = lines(run, "end"), lines(run, "heldout")
+    assert end["how"] == "done" and end["reason"].startswith(f"reached mlm_loss {told['mlm_loss']:.4g} (100 was asked")
+    assert read_history(run).end == f"done: {end['reason']}"  # what the report says
+    assert 0 < told["mask_accuracy"] < 1 and told["mask_loss"] != told["mlm_loss"]
+
+    assert "done: 4 steps" in train() and len(lines(run, "heldout")) == 1
+    assert "done: 12 steps" in train("evaluation.stop_at.mlm_loss=0.01")
+    assert json.loads((run / "ended.json").read_text()) == {"how": "done", "step": 12}
+
+    command = ["--checkpoint", str(run), "--heldout", str(tiny_shards), "--train", str(tiny_shards)]
+    assert main(command) == 0
+    alone = json.loads(capsys.readouterr().out)
+    ended = ranks.finish(ranks.fork(2, "trainer/evaluate.py", *command, "--micro-batch", "7"))
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert json.loads(ended[0][1]) == pytest.approx(alone, rel=1e-6) and not ended[1][1]
+    last = lines(run, "heldout")[-1]
+    assert {name: last[name] for name in alone if name in last} == pytest.approx(
+        {name: alone[name] for name in alone if name in last}, rel=1e-6
+    )
+    command[1] = str(tmp_path)
+    ended = ranks.finish(ranks.fork(2, "trainer/evaluate.py", *command))
+    assert [code for code, _ in ended] == [2, 2] and "no whole checkpoint in" in ended[0][1] + ended[1][1]
+
+
+def test_ranks_share_the_samples_of_the_command(
+    tiny_shards: Path, tiny_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path: Bert(tiny_model))
+    seen: list[int] = []
+    monkeypatch.setattr(
+        trainer.evaluate, "evaluate_context", lambda _, loader, *rest: seen.extend(sequences([list(loader.sweep(16))]))
+    )
+    options = argparse.Namespace(checkpoint="run", heldout=str(tiny_shards), train=str(tiny_shards), micro_batch=16)
+    for rank in range(3):
+        trainer.evaluate._evaluate_command(options, CacheConfig(), World(rank, 3, rank, 3, CPU))
+    assert sorted(seen) == list(range(load_manifest(tiny_shards).counts.samples))

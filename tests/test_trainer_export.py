@@ -5,24 +5,29 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForPreTraining
+from transformers import AutoTokenizer, BertForPreTraining
 from transformers.activations import ACT2FN
 
+from data_prep.tokenizer import load_tokenizer
 from kernels.bias_gelu import bias_gelu
 from trainer import export
 from trainer.errors import TrainerError
 from trainer.fill_mask import fill_masks
+from trainer.fill_mask import main as fill_main
 from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face
 from trainer.model import Bert, ModelConfig
+from trainer.weights import load_bert
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(65))]
 TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=len(WORDS))
@@ -72,16 +77,54 @@ def test_the_config_names_the_function_in_fact_used(gelu: str, tokenizer: Path) 
     assert float((named(sweep) - bias_gelu(sweep, torch.zeros(1), gelu)).abs().max()) < 1e-6
 
 
-def test_every_class_loads_it_and_the_decoder_is_tied(tokenizer: Path) -> None:
+HEADS = {  # class: what only its task's training will bring, and what of the export it has no place for
+    transformers.BertForPreTraining: ("", ()),
+    transformers.BertForMaskedLM: ("", ("bert.pooler.", "cls.seq_relationship.")),
+    transformers.BertModel: ("", ("cls.",)),
+    transformers.BertForSequenceClassification: ("classifier", ("cls.",)),
+    transformers.BertForTokenClassification: ("classifier", ("bert.pooler.", "cls.")),
+    transformers.BertForQuestionAnswering: ("qa_outputs", ("bert.pooler.", "cls.")),
+    transformers.BertForMultipleChoice: ("classifier", ("cls.",)),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.__name__)
+def test_every_class_loads_it_and_only_a_new_head_is_missing(kind: Any, tokenizer: Path) -> None:
     folder, weights = written(tokenizer), trained()
-    theirs, info = BertForPreTraining.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    decoder, table = theirs.cls.predictions.decoder, theirs.bert.embeddings.word_embeddings
-    assert decoder.weight.data_ptr() == table.weight.data_ptr()
-    assert torch.equal(table.weight, weights["token_table"][: TINY.vocab_size])
-    assert torch.equal(decoder.bias, weights["decoder_bias"][: TINY.vocab_size])
-    _, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
-    assert sorted(info["missing_keys"]) == ["classifier.bias", "classifier.weight"]
+    (new, unused), (model, info) = HEADS[kind], kind.from_pretrained(folder, output_loading_info=True)
+    assert sorted(info["missing_keys"]) == ([f"{new}.bias", f"{new}.weight"] if new else [])
+    written_names = load_file(folder / "model.safetensors").keys()
+    assert info["unexpected_keys"] == {name for name in written_names if unused and name.startswith(unused)}
+    assert not info["mismatched_keys"]
+    encoder = getattr(model, "bert", model)
+    assert torch.equal(encoder.embeddings.word_embeddings.weight, weights["token_table"][: TINY.vocab_size])
+    queries = encoder.encoder.layer[0].attention.self.query.weight
+    assert torch.equal(queries, weights["layers.0.qkv_weight"][: TINY.hidden])
+    if "bert.pooler." not in unused:
+        assert torch.equal(encoder.pooler.dense.weight, weights["pooler_weight"])
+
+
+def test_the_decoder_stays_tied_and_keeps_its_bias_through_a_step_and_another_export(tokenizer: Path) -> None:
+    folder, weights = written(tokenizer), trained()
+    for round_ in ("first", "again"):
+        theirs = BertForPreTraining.from_pretrained(folder)
+        decoder, table = theirs.cls.predictions.decoder, theirs.bert.embeddings.word_embeddings
+        assert decoder.weight.data_ptr() == table.weight.data_ptr()
+        assert torch.equal(table.weight, weights["token_table"][: TINY.vocab_size])
+        assert torch.equal(decoder.bias, weights["decoder_bias"][: TINY.vocab_size]) and decoder.bias.abs().min() > 0
+        tokens = torch.tensor([[2, 7, 4, 9, 3]])
+        loss = theirs(tokens, labels=tokens, next_sentence_label=torch.tensor([0])).loss
+        loss.backward()
+        torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+        theirs.save_pretrained(tokenizer.parent / round_)
+        torch.save(theirs.state_dict(), tokenizer.parent / round_ / "pytorch_model.bin")  # with both names of the table
+        weights, model = export.read_folder(tokenizer.parent / round_)
+        assert not torch.equal(weights["token_table"][7], trained()["token_table"][7])
+        (tokenizer.parent / round_ / "model.safetensors").unlink()
+        pickled, _ = export.read_folder(tokenizer.parent / round_)
+        assert all(torch.equal(pickled[name], tensor) for name, tensor in weights.items())
+        folder = tokenizer.parent / f"out-{round_}"
+        assert export.write_folder(weights, model, tokenizer, folder, proven=True) is not None
 
 
 def test_the_file_holds_every_parameter_in_fp32(tokenizer: Path) -> None:
@@ -112,15 +155,24 @@ def test_the_tokenizer_keeps_its_own_settings(tokenizer: Path) -> None:
     assert loaded.model_max_length == 24 and loaded.mask_token_id == 4
 
 
-def test_masks_are_filled(tokenizer: Path) -> None:
-    answers = fill_masks(written(tokenizer), ["w1 [MASK] w2 [MASK]", "[MASK]"], top=3)
-    assert [len(text) for text in answers] == [2, 1]
-    for mask in (mask for text in answers for mask in text):
-        shares = [share for _, share in mask]
-        assert len(mask) == 3 and shares == sorted(shares, reverse=True) and sum(shares) <= 1
-        assert all(token in WORDS for token, _ in mask)
-    with pytest.raises(TrainerError, match=r"no \[MASK\] in 'w1'"):
-        fill_masks(tokenizer.parent / "export-none", ["w1"])
+def test_masks_are_filled_as_transformers_fills_them(tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, texts = written(tokenizer), ["w1 [MASK] w2 [MASK]", "[MASK]"]
+    model, own, _ = load_bert(folder)
+    answers = fill_masks(model, load_tokenizer(own), texts, top=3)
+    theirs, reader = export.load_transformers(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for text, masks in zip(texts, answers, strict=True):
+        given = reader(text, return_tensors="pt")
+        with torch.no_grad():
+            logits = theirs(**given).prediction_logits[given["input_ids"] == reader.mask_token_id]
+        best = logits.softmax(-1).topk(3)
+        assert [[token for token, _ in mask] for mask in masks] == [
+            reader.convert_ids_to_tokens(row) for row in best.indices.tolist()
+        ]
+        assert [share for mask in masks for _, share in mask] == pytest.approx(best.values.flatten().tolist(), rel=1e-4)
+    assert fill_main(["--model", str(folder), "--top", "2", *texts]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert fill_main(["--model", str(folder), "w1"]) == 2
+    assert "trainer.fill_mask: error: no [MASK] in the 24 tokens that the model holds" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_the_trained_model_fails_the_check(tokenizer: Path) -> None:
@@ -268,4 +320,7 @@ def test_the_tokenizer_stops_where_the_models_positions_end(tokenizer: Path) -> 
     folder = written(tokenizer)
     loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert loaded.model_max_length == TINY.max_positions
-    assert fill_masks(folder, ["[MASK] " + "w1 " * 1000], top=1)
+    model, own, _ = load_bert(folder)
+    assert fill_masks(model, load_tokenizer(own), ["[MASK] " + "w1 " * 1000], top=1)
+    with pytest.raises(TrainerError, match=r"no \[MASK\] in the 24 tokens"):
+        fill_masks(model, load_tokenizer(own), ["w1 " * 1000 + "[MASK]"])

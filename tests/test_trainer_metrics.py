@@ -217,13 +217,15 @@ def test_a_resumed_run_shows_its_progress_before_its_first_step(tmp_path: Path) 
     assert value(told, "last_step_timestamp_seconds") > 1.6e9  # an age against 0 would be 50 years
     assert value(told, "run_info", device="cpu", precision="fp32") == 1
     assert [line["event"] for line in lines(tmp_path)[:2]] == ["attempt", "start"]
+    assert lines(tmp_path, "start")[0]["hardware"] == "cpu"  # of a GPU, its model
     assert value(told, "checkpoint_step") == 8
 
 
 def test_heldout_figures_and_checkpoints_are_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told, state = metrics(tmp_path), TrainState(step=7)
-    figures = {"mlm_loss": 3.5, "mlm_accuracy": 0.3, "nsp_loss": 0.6, "nsp_accuracy": 0.7}
+    figures = {"mlm_loss": 3.5, "mlm_accuracy": 0.3, "nsp_loss": 0.6, "nsp_accuracy": 0.7, "mask_loss": 4.5}
     told.heldout(state, figures)
+    assert value(told, "loss", task="mask", split="heldout") == 4.5  # on the positions of [MASK] alone
     assert value(told, "loss", task="mlm", split="heldout") == 3.5
     assert value(told, "accuracy_ratio", task="nsp", split="heldout") == 0.7
     told.checkpoint(WHOLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from runs import lines, write_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data_prep.manifest import load_manifest
 from trainer import checkpoint, weights
 from trainer.errors import TrainerError
 from trainer.export import write_folder
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import LambertOptimizer, OptimizerConfig, make_optimizer
 from trainer.partition import Buffer, Partition, Slice
+from trainer.weights import read
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=70)
 
@@ -158,6 +161,43 @@ def test_what_is_no_weights_is_one_line(tmp_path: Path, content: bytes | None) -
     assert "\n" not in str(error.value)
 
 
+def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp_path: Path) -> None:
+    """A Hugging Face folder's and a run's, token by token; a file's by its hash."""
+    own = tiny_shards / "tokenizer"
+    pieces = (own / "vocab.txt").read_text().splitlines()
+    model = replace(TINY, vocab_size=len(pieces))
+
+    def start(path: Path) -> list[str]:
+        told: list[str] = []
+        weights.start_from(path, model, sharded(model, 0, 1), told.append, own)
+        return told
+
+    write_folder(trained(model), model, own, tmp_path / "same")
+    assert start(tmp_path / "same") == []
+    swapped = tmp_path / "swapped"
+    shutil.copytree(tmp_path / "same", swapped)
+    (swapped / "tokenizer.json").unlink()  # vocab.txt counts, as for the published models
+    changed = [*pieces[:7], pieces[8], pieces[7], *pieces[9:]]
+    (swapped / "vocab.txt").write_text("\n".join(changed) + "\n")
+    with pytest.raises(TrainerError, match=f"another vocabulary than the shards: token 7 is '{pieces[8]}' there, "):
+        start(swapped)
+    (swapped / "vocab.txt").write_text("\n".join(pieces[:-1]) + "\n")
+    with pytest.raises(TrainerError, match=f"token {len(pieces) - 1} is absent there, '{pieces[-1]}' in the shards"):
+        start(swapped)
+    (swapped / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    (swapped / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert "has the shards' vocabulary, but cleans its text in another way" in start(swapped)[0]
+    (swapped / "vocab.txt").unlink()
+    assert start(swapped) == [f"{swapped} names no vocabulary: that of the shards is taken to be its own"]
+
+    sha256 = load_manifest(tiny_shards).tokenizer.sha256
+    weights.write(trained(model), model, tmp_path / "same.safetensors", sha256)
+    weights.write(trained(model), model, tmp_path / "other.safetensors", "0" * 64)
+    assert start(tmp_path / "same.safetensors") == []
+    with pytest.raises(TrainerError, match="other.safetensors is of another tokenizer than the shards"):
+        start(tmp_path / "other.safetensors")
+
+
 def test_a_checkpoints_weights_go_out_without_a_launcher_and_into_another_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +227,16 @@ def test_a_run_starts_from_weights_once_and_never_when_it_resumes(tiny_shards: P
     code, output = run(tmp_path / "a", 20)
     assert code == 0, output
     source = str(tmp_path / "a" / "run")
+    assert weights.main([source, str(tmp_path / "a.safetensors")]) == 0
+    assert read(tmp_path / "a.safetensors", untold).tokenizer == load_manifest(tiny_shards).tokenizer.sha256
+    vocabulary = tmp_path / "a" / "run" / "tokenizer" / "tokenizer.json"
+    kept = vocabulary.read_text()
+    last = (tmp_path / "a" / "run" / "tokenizer" / "vocab.txt").read_text().split()[-1]
+    vocabulary.write_text(kept.replace(f'"{last}": ', f'"{last}x": '))
+    code, output = run(tmp_path / "b", 10, weights=source)
+    assert code == 2 and f"is '{last}x' there, '{last}' in the shards: name" in output.splitlines()[-1], output
+    assert not lines(tmp_path / "b" / "run", "step")
+    vocabulary.write_text(kept)
     code, output = run(tmp_path / "b", 10, weights=source)
     assert code == 0 and f"a fresh start from {source}" in output, output
     losses = [lines(tmp_path / name / "run", "step")[0]["loss"] for name in "ab"]

@@ -1,6 +1,7 @@
 """Held-out figures of a model: losses and accuracies, and whether it has learnt from context.
 
     python -m trainer.evaluate --checkpoint RUN_OR_STEP_FOLDER --heldout SHARDS --train SHARDS
+    torchrun --nproc-per-node 8 -m trainer.evaluate …     # or another launcher: each sample once, the same figures
 
 SHARDS is a folder or an address (https://, s3://, anything that fsspec opens).
 Beside the loss on all targets stands the loss on the positions that [MASK] replaced, where nothing but
@@ -16,8 +17,11 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -27,25 +31,73 @@ from torch import Tensor
 from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
+from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
 from trainer.cache import Cache, CacheConfig, open_cache
 from trainer.checkpoint import load_model
 from trainer.errors import TrainerError
+from trainer.exits import DONE
 from trainer.loader import Loader, filler
 from trainer.model import Bert
 from trainer.remote import is_remote
+from trainer.world import World, from_launcher, join, leave
 
 _SHUFFLE = 3  # what a permutation is drawn for; see trainer/order.py
 _STALL = 30.0  # seconds without a byte of a remote file that end an attempt to fetch it
+_TIMEOUT = 600  # seconds that ranks wait for one another
 Change = Callable[[MicroBatch], MicroBatch]
 
 
 @dataclass(frozen=True)
+class Target:
+    """Held-out figures that end the run as soon as one evaluation has all that are named.
+
+    Losses no higher, accuracies no lower; ``mask_…``: on the positions that [MASK] replaced alone.
+    """
+
+    mlm_loss: float | None = None
+    mlm_accuracy: float | None = None  # MLPerf's mark is 0.72
+    mask_loss: float | None = None
+    mask_accuracy: float | None = None
+    nsp_loss: float | None = None
+    nsp_accuracy: float | None = None
+
+    @property
+    def named(self) -> dict[str, float]:
+        """Those that are asked for."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        return [
+            f"{name} is {value}: must be above 0" + (" and at most 1" if name.endswith("accuracy") else "")
+            for name, value in self.named.items()
+            if not 0 < value <= (1 if name.endswith("accuracy") else float("inf"))
+        ]
+
+    def reached(self, figures: dict[str, float]) -> str:
+        """Which of the figures have reached it, for people; empty where one has not, or nothing is asked for."""
+        for name, value in self.named.items():
+            found = figures.get(name, float("nan"))
+            if not (found >= value if name.endswith("accuracy") else found <= value):
+                return ""
+        return ", ".join(f"{name} {figures[name]:.4g} ({value:g} was asked for)" for name, value in self.named.items())
+
+    def require(self, paired: bool) -> None:
+        """Raises TrainerError where data without pairs are to reach a figure of pairs."""
+        if not paired and (names := [name for name in self.named if name.startswith("nsp_")]):
+            raise TrainerError(
+                f"evaluation.stop_at.{names[0]} is set, but no held-out shards of the run have pairs: remove it"
+            )
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
-    """When a run evaluates on its phases' held-out shards."""
+    """When a run evaluates on its phases' held-out shards, and what ends it."""
 
     every_steps: int | None = None  # null: only when a phase ends
     micro_batch: int = 64  # sequences of one forward on one rank
+    stop_at: Target = field(default_factory=Target)  # the run ends when it is reached: {mlm_accuracy: 0.72}
 
     def problems(self) -> list[str]:
         """What cannot be, each with its remedy."""
@@ -59,30 +111,54 @@ class EvaluationConfig:
 
 @torch.no_grad()
 def evaluate(
-    model: Bert, batches: Iterator[MicroBatch], device: torch.device, in_step: bool = False
+    model: Bert,
+    batches: Iterator[MicroBatch],
+    device: torch.device,
+    in_step: bool = False,
+    mask_id: int | None = None,
 ) -> dict[str, float]:
     """Mean losses (nats) and accuracies over all ranks' ``batches``, each sample counted once.
 
-    Where no batch has pairs, there is no figure of the second task. Inside a process group every rank calls
-    it, with its own share; ``in_step``: a forward is a collective of all ranks, as under ZeRO 3. Dropout is off.
+    With ``mask_id`` also those of the targets where it stands alone, from the same forward. Where no batch has
+    pairs, there is no figure of the second task. Inside a process group every rank calls it, with its own
+    share; ``in_step``: a forward is a collective of all ranks, as under ZeRO 3. Dropout is off.
     """
     training = model.training
     model.eval()
-    sums = torch.zeros(6, dtype=torch.float64, device=device)
-    for batch in _in_step(batches, device) if in_step else batches:
-        batch = batch.to(device)
-        out = model(batch, None)
-        targets, pairs = (batch.labels != IGNORED).sum(), (batch.is_next != IGNORED).sum()
-        row = [out.mlm_loss, out.mlm_correct, targets, out.nsp_loss, out.nsp_correct, pairs]
-        sums += torch.stack([value.double() for value in row])
+    sums = torch.zeros(9, dtype=torch.float64, device=device)
+    with _telling_sums(model, mask_id):
+        for batch in _in_step(batches, device) if in_step else batches:
+            sums += torch.stack([value.double() for value in model(batch.to(device), None)])
     model.train(training)
     if dist.is_initialized():
         dist.all_reduce(sums)
-    mlm_loss, mlm_correct, targets, nsp_loss, nsp_correct, pairs = sums.tolist()
-    figures = {"mlm_loss": mlm_loss / max(targets, 1), "mlm_accuracy": mlm_correct / max(targets, 1)}
-    if pairs:
-        figures |= {"nsp_loss": nsp_loss / pairs, "nsp_accuracy": nsp_correct / pairs}
+    figures: dict[str, float] = {}
+    for task, (loss, correct, count) in zip(("mlm", "mask", "nsp"), sums.view(3, 3).tolist(), strict=True):
+        if count or task == "mlm":
+            figures |= {f"{task}_loss": loss / max(count, 1), f"{task}_accuracy": correct / max(count, 1)}
     return figures
+
+
+@contextmanager
+def _telling_sums(model: Bert, mask_id: int | None) -> Iterator[None]:
+    """Within it, ``model(batch, None)`` is :func:`_sums`: a call of the model, so what is hooked to one is done."""
+    model.forward = partial(_sums, model, mask_id)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def _sums(model: Bert, mask_id: int | None, batch: MicroBatch, keys: None) -> tuple[Tensor, ...]:
+    """Loss, right answers and number of all targets, of those where ``mask_id`` stands, and of the pairs: nine ()."""
+    mlm_logits, nsp_logits = model.logits(batch)  # (P, V), (B, 2)
+    mlm_logits = mlm_logits.contiguous()  # once for both
+    hidden = only_mask_token(batch, mask_id).labels if mask_id is not None else torch.full_like(batch.labels, IGNORED)
+    classes = torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)  # (B,) as in the model's own forward
+    out: tuple[Tensor, ...] = ()
+    for logits, labels in ((mlm_logits, batch.labels), (mlm_logits, hidden), (nsp_logits, classes)):
+        out += (*cross_entropy(logits, labels), (labels != IGNORED).sum())
+    return out
 
 
 def _in_step(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
@@ -119,45 +195,47 @@ def shuffled_context(batch: MicroBatch, special_ids: tuple[int, ...], seed: int)
 
 
 def unigram_entropy(targets: Tensor, counts: Tensor) -> float:
-    """Mean of -log p over ``targets`` (K,) int64, with p from ``counts`` (V,) int64, one added to each."""
+    """Mean of -log p over all ranks' ``targets`` (K,) int64, with p from ``counts`` (V,) int64, one added to each."""
     smoothed = counts.double() + 1
-    return float(-(smoothed / smoothed.sum()).log()[targets].mean())
+    rarities = -(smoothed / smoothed.sum()).log()[targets]
+    sums = torch.tensor([float(rarities.sum()), len(targets)], dtype=torch.float64)
+    if dist.is_initialized():
+        sums = sums.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
 
 
 def evaluate_context(model: Bert, loader: Loader, counts: Tensor, device: torch.device, size: int) -> dict[str, float]:
-    """:func:`evaluate`, and the figures on [MASK] positions only, shuffled and of the unigrams.
+    """:func:`evaluate`, and for the [MASK] positions the marks of the unigrams and of a shuffled context.
 
     ``counts`` (V,) int64: how often each token stands in the training samples.
     """
     specials = loader.manifest.tokenizer.specials
 
-    def masked(batch: MicroBatch) -> MicroBatch:
-        return only_mask_token(batch, specials.mask)
-
     def shuffled(batch: MicroBatch) -> MicroBatch:
-        return masked(shuffled_context(batch, dataclasses.astuple(specials), 0))
+        return shuffled_context(batch, dataclasses.astuple(specials), 0)
 
     def run(change: Change) -> dict[str, float]:
-        return evaluate(model, map(change, loader.sweep(size)), device)
+        return evaluate(model, map(change, loader.sweep(size)), device, mask_id=specials.mask)
 
-    plain, hidden, blind = run(lambda batch: batch), run(masked), run(shuffled)
-    labels = torch.cat([masked(batch).labels for batch in loader.sweep(size)])
+    plain, blind = run(lambda batch: batch), run(shuffled)
+    labels = [only_mask_token(batch, specials.mask).labels for batch in loader.sweep(size)]
+    targets = torch.cat([torch.empty(0, dtype=torch.int64), *labels])  # a rank may have no sample
     return {
         **plain,
-        "mask_loss": hidden["mlm_loss"],
-        "mask_accuracy": hidden["mlm_accuracy"],
-        "mask_unigram_entropy": unigram_entropy(labels[labels != IGNORED], counts),
-        "mask_loss_shuffled": blind["mlm_loss"],
+        "mask_unigram_entropy": unigram_entropy(targets[targets != IGNORED], counts),
+        "mask_loss_shuffled": blind["mask_loss"],
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: one process, on a GPU where there is one."""
+    """The command line: one process, or as many as a launcher starts, on GPUs where there are some."""
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
     parser.add_argument("--train", required=True, help="training shards, for the unigram distribution; likewise")
     parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     kept = CacheConfig()
     parser.add_argument("--cache-folder", default=kept.folder, help="where remote shards are kept (%(default)s)")
     parser.add_argument("--cache-gigabytes", type=float, default=kept.gigabytes, help="and how many (%(default)s)")
@@ -168,7 +246,11 @@ def main(arguments: list[str] | None = None) -> int:
     if problems := cache.problems():
         parser.error("; ".join(f"--cache-{problem}" for problem in problems))
     try:
-        figures = _evaluate_command(options.checkpoint, options.heldout, options.train, options.micro_batch, cache)
+        world = from_launcher("auto")
+        command = partial(_evaluate_command, options, cache, world)
+        if world.size > 1:
+            return _on_ranks(command, world)
+        figures = command()
     except (TrainerError, DataError) as error:
         print(f"trainer.evaluate: error: {error}", file=sys.stderr)
         return 2
@@ -176,10 +258,27 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _evaluate_command(checkpoint: Path, heldout: str, train: str, size: int, cache: CacheConfig) -> dict[str, float]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(checkpoint).to(device)
-    (heldout_folder, remote), (train_folder, _) = _open(heldout, cache), _open(train, cache)
+def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn:
+    """The command among other ranks; rank 0 prints. Ends the process."""
+    from trainer.__main__ import guard
+
+    def meet_and_run() -> dict[str, float]:
+        join(world, _TIMEOUT)
+        try:
+            return command()
+        except DataError as error:
+            raise TrainerError(str(error)) from None
+
+    figures = guard(world, meet_and_run)
+    if world.is_main:
+        print(json.dumps(figures, indent=1), flush=True)
+    leave(DONE)
+
+
+def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: World) -> dict[str, float]:
+    checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
+    model = load_model(checkpoint).to(world.device)
+    (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
     manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
     for folder, vocab_size in ((heldout, manifest.tokenizer.vocab_size), (train, trained.tokenizer.vocab_size)):
         if vocab_size != model.model.vocab_size:
@@ -194,7 +293,7 @@ def _evaluate_command(checkpoint: Path, heldout: str, train: str, size: int, cac
         )
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
         raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build them with one")
-    loader = Loader(heldout_folder, manifest, 0, 1, cache=remote)
+    loader = Loader(heldout_folder, manifest, world.rank, world.size, cache=remote)
     for problem in loader.problems():
         raise TrainerError(problem)
     counted = train_folder / trained.token_counts.file
@@ -202,14 +301,14 @@ def _evaluate_command(checkpoint: Path, heldout: str, train: str, size: int, cac
         counts = torch.from_numpy(np.load(counted))
     except (OSError, ValueError) as error:
         raise TrainerError(f"{counted} cannot be read ({error}): restore it") from None
-    return evaluate_context(model, loader, counts, device, size)
+    return evaluate_context(model, loader, counts, world.device, options.micro_batch)
 
 
-def _open(place: str, config: CacheConfig) -> tuple[Path, Cache | None]:
+def _open(place: str, config: CacheConfig, world: World) -> tuple[Path, Cache | None]:
     """The local folder of a data set, and what fills it if the data set is remote."""
     if not is_remote(place):
         return Path(place), None
-    cache = open_cache(place, config, _STALL, 0)
+    cache = open_cache(place, config, _STALL, world.local_rank)
     return cache.folder, cache
 
 

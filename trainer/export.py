@@ -2,7 +2,8 @@
 
 An export is a folder that ``transformers`` loads as ``BertForPreTraining`` with no missing and no
 unexpected name: ``model.safetensors`` in fp32, ``config.json``, and the tokenizer's own files. The
-decoder is tied to the token table there as here, so it is written once, under the table's name.
+decoder is tied to the token table there as here, so it is written once, under the table's name. The command adds
+a model card, and by choice ``model.onnx``.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data_prep.manifest import TOKENIZER_FOLDER
+from trainer import onnx
 from trainer.batch import MicroBatch
 from trainer.checkpoint import find, load_weights, sync
 from trainer.errors import TrainerError
 from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face, unused_names
 from trainer.model import Bert, ModelConfig
+from trainer.model_card import write_card
 
 TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the largest logit
 
@@ -50,12 +54,18 @@ class Parity:
 
 
 def write_folder(
-    weights: dict[str, Tensor], model: ModelConfig, tokenizer_folder: Path, out: Path, proven: bool = False
+    weights: dict[str, Tensor],
+    model: ModelConfig,
+    tokenizer_folder: Path,
+    out: Path,
+    proven: bool = False,
+    finish: Callable[[Path], None] = lambda folder: None,
 ) -> Parity | None:
     """Writes the export to ``out``, whole or not at all; ``proven``, only after ``check``, whose figures it returns.
 
-    Raises TrainerError if ``out`` is there and not an empty folder, if the tokenizer's files are missing or
-    of another vocabulary size, if a weight does not fit the model, or as ``check`` does.
+    ``finish`` is given the folder before it gets its name, to add files. Raises TrainerError if ``out`` is there
+    and not an empty folder, if the tokenizer's files are missing or of another vocabulary size, if a weight does
+    not fit the model, or as ``check`` and ``finish`` do.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainerError(f"{out} is already there; name a folder that does not exist or is empty")
@@ -73,6 +83,7 @@ def write_folder(
     settings = temporary / "tokenizer_config.json"
     limit = {"model_max_length": model.max_positions}  # what the model can take, whatever the tokenizer said
     settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | limit, indent=2) + "\n", "utf-8")
+    finish(temporary)
     for path in (*temporary.iterdir(), temporary):
         sync(path)
     parity = check(temporary, weights, model) if proven else None
@@ -262,28 +273,47 @@ def load_transformers(folder: Path) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``python -m trainer.export --checkpoint RUN --out FOLDER [--check]``; 0, or 2 after one line."""
+    """The command line; 0, or 2 after one line."""
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description="Write a Hugging Face BERT.")
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", type=Path, help="by default the one that the run keeps beside its checkpoints")
     parser.add_argument("--check", action="store_true", help="load it with transformers and compare all logits")
+    tasks = " or ".join(onnx.OUTPUTS)
+    parser.add_argument("--onnx", nargs="?", const="fill-mask", choices=onnx.OUTPUTS, help=f"model.onnx, for {tasks}")
+    parser.add_argument("--license", help="for the model card, as Hugging Face spells it: apache-2.0")
+    parser.add_argument("--language", help="for the model card, likewise: en")
     options = parser.parse_args(arguments)
     try:
-        found = find(options.checkpoint)
-        weights, model = load_weights(found), ModelConfig(**found.record["config"]["model"])
-        tokenizer = options.tokenizer or found.folder.parent / "tokenizer"
-        worst = write_folder(weights, model, tokenizer, options.out, options.check)
-        print(f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}")
-        if worst is not None:
-            print(
-                "transformers finds every name, and its logits differ from the checkpoint's by at most "
-                f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {TOLERANCE:.0e} is allowed"
-            )
+        _run(options)
     except (TrainerError, OSError, SafetensorError) as error:
         print(f"trainer.export: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    found = find(options.checkpoint)
+    weights, model = load_weights(found), ModelConfig(**found.record["config"]["model"])
+    said = [f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}"]
+
+    def finish(folder: Path) -> None:
+        write_card(folder, found, options.license, options.language)
+        if options.onnx:
+            worst = onnx.export_checked(weights, model, options.onnx, folder / "model.onnx", random_batch(model, 0))
+            said.append(
+                f"onnxruntime's outputs of model.onnx differ from the checkpoint's by at most {worst:.1e} of the "
+                f"largest; {onnx.TOLERANCE:.0e} is allowed"
+            )
+
+    tokenizer = options.tokenizer or found.folder.parent / TOKENIZER_FOLDER
+    worst = write_folder(weights, model, tokenizer, options.out, options.check, finish)
+    if worst is not None:
+        said.append(
+            "transformers finds every name, and its logits differ from the checkpoint's by at most "
+            f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {TOLERANCE:.0e} is allowed"
+        )
+    print("\n".join(said))
 
 
 if __name__ == "__main__":

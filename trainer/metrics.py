@@ -131,7 +131,8 @@ class Metrics:
             self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label of all
             self.exporter.publish_progress(state, time.time())
             lost = max(0, self._known_steps - state.step)
-            self._publish([{"event": "start", "time": time.time(), "step": state.step, "rolled_back": lost, **facts}])
+            begun = {"time": time.time(), "step": state.step, "rolled_back": lost}
+            self._publish([{"event": "start", **begun, **facts, "hardware": self._device(self.world.rank)["device"]}])
             say(" · ".join(f"{key} {value}" for key, value in facts.items()))
         self.spend("start")
 
@@ -186,6 +187,9 @@ class Metrics:
         """Publish an evaluation on held-out data."""
         if self.world.is_main:
             self._publish([{"event": "heldout", "time": time.time(), "step": state.step, **figures}])
+            for series, figure in (("loss", "mask_loss"), ("accuracy_ratio", "mask_accuracy")):
+                if figure in figures:
+                    self.exporter(series, "mask", "heldout").set(figures[figure])
             self._say(state.step, "held-out " + "  ".join(f"{name} {value:.3f}" for name, value in figures.items()))
         self.spend("evaluation")
 
@@ -204,8 +208,8 @@ class Metrics:
         if saved.leftover:
             self._say(saved.step, f"older checkpoints could not be removed: {saved.leftover}")
 
-    def end(self, how: str, error: BaseException | None = None) -> None:
-        """Say how the run ended: "done", "stopped" or "failed". Meets no other rank, so pending steps are lost."""
+    def end(self, how: str, error: BaseException | str | None = None) -> None:
+        """Say that the run is "done", "stopped" or "failed", and why. Meets no other rank: pending steps are lost."""
         if self.world.is_main:
             diverged = isinstance(error, NotFiniteError)  # which no step's record tells
             facts = {"how": how, "reason": str(error or ""), "diverged": diverged}

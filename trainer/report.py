@@ -1,14 +1,15 @@
 """A run in pictures: ``python -m trainer.report RUN_FOLDER`` draws its metrics.jsonl, and sums it up in words.
 
 Writes ``report.png`` into the run's folder: what it learnt, how its optimizer did, how fast it was, and where
-its time went. Restarts are dotted lines, later phases shaded; what an older run did not tell is left out.
+its time went. Restarts are dotted lines, later phases shaded; what an older run did not tell is left out. Published
+figures of the same model (:mod:`trainer.references`) stand beside the run's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from trainer.errors import TrainerError
 from trainer.history import History, read_history
 from trainer.journal import TASKS
 from trainer.panels import BLUE, FAINT, GREEN, INK, PARTS, RED, ROWS, SKY, STYLE, Panel, median_rate, number, present
+from trainer.references import Reference, fitting
 
 _STATES = {
     "productive": GREEN,
@@ -46,12 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Draw a run's metrics.")
     parser.add_argument("folder", type=Path, help="the run's folder")
-    folder = parser.parse_args(arguments).folder
-    path = folder / "report.png"
+    parser.add_argument("--references", action=argparse.BooleanOptionalAction, default=True, help="published figures")
+    options = parser.parse_args(arguments)
+    folder, path = options.folder, options.folder / "report.png"
     try:
         history = read_history(folder)
+        references = fitting(folder) if options.references else []
         with rc_context(STYLE):
-            draw(history, str(folder)).savefig(part := path.with_suffix(".part"), dpi=100, format="png")
+            draw(history, str(folder), references).savefig(part := path.with_suffix(".part"), dpi=100, format="png")
         part.replace(path)
     except TrainerError as error:
         print(f"trainer.report: error: {error}", file=sys.stderr)
@@ -62,6 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(path)
     for name, text in summary(history).items():
         print(f"  {name:12} {text}")
+    for each in references:
+        print(f"  {'published':12} {published(each, history)}")
     return 0
 
 
@@ -119,6 +125,18 @@ def _checkpoints(history: History) -> dict[str, str]:
     return {"checkpoints": text}
 
 
+def published(reference: Reference, history: History) -> str:
+    """A published figure, and the run's own last one of the same kind."""
+    columns = history.heldout if reference.held_out else history.steps
+    parts = [f"{task}_loss" for task in TASKS] if reference.figure == "loss" else [reference.figure]
+    own = np.sum(present(columns, *parts)[1:], axis=0)
+    show = "{:.1%}" if reference.figure.endswith("accuracy") else "{:.3f}"
+    here = f"; here {show.format(own[-1])}" if len(own) else ""
+    name = " + ".join(part.replace("_", " ").replace("mlm", "MLM").replace("nsp", "NSP") for part in parts)
+    told = "; ".join([reference.where, reference.setting, reference.source])
+    return f"{reference.name}: {name} {reference.value}{here} ({told})"
+
+
 def duration(seconds: float) -> str:
     """In the two units that tell most."""
     if seconds < 60:
@@ -132,10 +150,12 @@ def duration(seconds: float) -> str:
 # ---- in pictures ---------------------------------------------------------------------------------------------
 
 
-def draw(history: History, title: str) -> Figure:
-    """All that is known in one picture."""
-    rows = [shown for row in ROWS if (shown := [panel for panel in row if panel.known(history)])]
-    timed = bool(history.spent) and history.wall is not None
+def draw(
+    history: History, title: str, references: Sequence[Reference] = (), rows_wanted: Sequence[Sequence[Panel]] = ROWS
+) -> Figure:
+    """All that is known in one picture, or some rows of it, without the time."""
+    rows = [shown for row in rows_wanted if (shown := [panel for panel in row if panel.known(history)])]
+    timed = bool(history.spent) and history.wall is not None and rows_wanted is ROWS
     height = _HEAD + _ROW * len(rows) + (_BAR if timed else 0.0)
     figure = Figure(figsize=(_WIDTH, height))
     _head(_axes(figure, _LEFT, 0.15, _WIDTH - _LEFT - _RIGHT, 0.9), history, title)
@@ -143,7 +163,9 @@ def draw(history: History, title: str) -> Figure:
         width = (_WIDTH - _RIGHT) / len(shown)
         for place, panel in enumerate(shown):
             left, top = place * width + _LEFT, _HEAD + row * _ROW
-            _panel(_axes(figure, left, top, width - _LEFT - panel.aside, _ROW - 0.95), panel, history)
+            axes = _axes(figure, left, top, width - _LEFT - panel.aside, _ROW - 0.95)
+            _panel(axes, panel, history)
+            _references(axes, [each for each in references if each.figure.replace("_", " ") == panel.name.lower()])
     if timed:
         _time(_axes(figure, _LEFT, height - _BAR, _WIDTH - _LEFT - _RIGHT, 0.45), history)
     return figure
@@ -212,6 +234,17 @@ def _panel(axes: Axes, panel: Panel, history: History) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep="") if steps[-1] >= 1e5 else (lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel("step")
     axes.set_ylabel(panel.unit)
+
+
+def _references(axes: Axes, references: Sequence[Reference]) -> None:
+    """A dashed line for each, or a band, with its name on it."""
+    for each in references:
+        if each.high > each.low:
+            axes.axhspan(each.low, each.high, color=INK, alpha=0.08, linewidth=0)
+        axes.axhline(each.low, color=INK, linestyle="--", linewidth=1, alpha=0.7, label="_published")
+        at = axes.get_yaxis_transform()  # across in shares of the width, up in numbers
+        text = f"{each.name}: {each.value} ({each.where})"
+        axes.text(0.01, each.high, text, transform=at, va="bottom", fontsize=8.5, color=INK)
 
 
 def _time(axes: Axes, history: History) -> None:

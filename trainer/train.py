@@ -32,7 +32,7 @@ from trainer.stopwatch import Stopwatch
 from trainer.weights import start_from
 from trainer.world import World, broadcast_text, limit_waits, nccl_said, require_shared, together
 
-ENDED = "ended.json"  # in the run's folder: {"how": "done" or "stopped", "step": …}
+ENDED = "ended.json"  # in the run's folder: {"how": "done", "reached" (evaluation.stop_at) or "stopped", "step": …}
 
 
 class Run:
@@ -55,8 +55,17 @@ class Run:
         limit_waits(config.run.timeout_seconds)
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self.saved = -1  # the step of the newest checkpoint
+        self.figures: dict[str, float] = {}  # held out, of this step, if it was evaluated
+        self.reached = ""  # those that end the run, once they do
+
+    @property
+    def over(self) -> bool:
+        """Whether the run ends at this step's border, the same on all ranks."""
+        return self.stop.decided or bool(self.reached)
 
     def _open_folder(self, watch: Stopwatch) -> Metrics:
+        heldout = [data.heldout for data in self.phases if data.heldout is not None]
+        self.config.evaluation.stop_at.require(any(each.manifest.settings.pairs != "single" for each in heldout))
         if self.world.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
@@ -81,6 +90,7 @@ class Run:
         self.engine.refresh_weights()
         state = TrainState(**found.record["state"])
         self.saved = state.step
+        self.reached = self.config.evaluation.stop_at.reached(found.record.get("heldout", {}))
         self._say(f"resumed from {found.folder} at step {state.step}")
         return replace(state, restarts=state.restarts + 1)
 
@@ -137,7 +147,8 @@ class Run:
         given = self.config.run.weights
         source = f"the seed {self.config.run.seed}"
         if given is not None:
-            start_from(Path(given), self.config.model, self.engine.optimizer, self._say)
+            tokenizer = self.phases[0].loader.folder / TOKENIZER_FOLDER
+            start_from(Path(given), self.config.model, self.engine.optimizer, self._say, tokenizer)
             source = given
         self._say(f"no checkpoint in {self.folder}: a fresh start from {source}")
 
@@ -160,20 +171,25 @@ class Run:
             "loss_scale": asdict(self.engine.loss_scale),
             "precision": self.engine.precision,
             "optimizer": {"steps": self.engine.optimizer.steps},
+            "heldout": self.figures,
             "identity": self._identity(),
             "config": to_tree(self.config),
         }
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
         """Evaluate on the phase's held-out shards every so many steps, or when it is ``due`` anyway."""
-        every = self.config.evaluation.every_steps
+        every, self.figures = self.config.evaluation.every_steps, {}
         if data.heldout is None or not (due or (every is not None and state.step % every == 0)):
             return
         self.metrics.flush()
         batches = data.heldout.sweep(self.config.evaluation.micro_batch, self.stop)
-        figures = evaluate(self.engine.model, batches, self.world.device, self.engine.gathers)
+        mask_id = data.heldout.manifest.tokenizer.specials.mask
+        figures = evaluate(self.engine.model, batches, self.world.device, self.engine.gathers, mask_id)
         if not self.stop.broke_off:
             self.metrics.heldout(state, figures)
+            self.figures, self.reached = figures, self.config.evaluation.stop_at.reached(figures)
+            if self.reached:
+                self._say(f"the target is reached: {self.reached}")
 
     def end(self, state: TrainState) -> None:
         """See the last save through, and leave word of how the run ended; a run that was killed leaves none.
@@ -187,11 +203,11 @@ class Run:
         if last is not None and last.failure:
             said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): mend that"
             raise TrainerError(f"{said}; the same command goes on from the one before" if self.world.is_main else "")
-        how = "done" if state.phase == len(self.phases) else "stopped"
+        how = "reached" if self.reached else "done" if state.phase == len(self.phases) else "stopped"
         text = json.dumps({"how": how, "step": state.step}) + "\n"
         together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
         self.metrics.spend("checkpoint")
-        self.metrics.end(how)
+        self.metrics.end("done" if self.reached else how, f"reached {self.reached}" if self.reached else None)
 
     def fail(self, error: BaseException) -> None:
         """Let the monitors know before this process ends; others may be gone by now."""
@@ -224,7 +240,10 @@ class Run:
 
 
 def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
-    """Train until the last phase is done, from the newest checkpoint on. Returns the last state."""
+    """Train until the last phase is done or the target reached, from the newest checkpoint on.
+
+    Returns the last state; its phase is behind the last one unless the run was stopped.
+    """
     run = Run(config, phases, world)
     try:
         return _train(run)
@@ -239,7 +258,7 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
 def _train(run: Run) -> TrainState:
     state = run.restore().entering(run.config.phases)
     _describe(run, state)
-    while state.phase < len(run.phases):
+    while state.phase < len(run.phases) and not run.over:
         data = run.phases[state.phase]
         steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
         with closing(steps):
@@ -253,16 +272,14 @@ def _train(run: Run) -> TrainState:
                     continue  # the data moved on; nothing else did
                 run.stop.agreed(state.attempts)
                 run.evaluate(state, data, due=done)
-                run.save(state, due=done or run.stop.decided)
-                if done or run.stop.decided:
+                run.save(state, due=done or run.over)
+                if done or run.over:
                     break
             else:  # a stop was asked for while the next batch did not come
                 run.save(state, due=True)
         state = state.entering(run.config.phases)
-        if run.stop.decided:
-            break
     run.end(state)
-    return state
+    return replace(state, phase=len(run.phases)) if run.reached else state
 
 
 def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple[Phase, ...], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Plain weights: ``python -m trainer.weights RUN_OR_CHECKPOINT OUT.safetensors``, and what a run may start from.
 
 One safetensors file with every parameter whole, fp32, under Lambert's own names, and the model's configuration
-in its metadata: no moments and no step. Writing one needs no engine and no launcher.
+and its tokenizer's sha256 in its metadata: no moments and no step. Writing one needs no engine and no launcher.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data_prep.errors import DataError
+from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint import find, load_weights, require_shapes, sync
 from trainer.errors import TrainerError
 from trainer.export import read_folder
-from trainer.model import ModelConfig
+from trainer.hugging_face import missing_heads
+from trainer.model import Bert, ModelConfig
 from trainer.optimizer import LambertOptimizer
 from trainer.partition import fill_masters
 
@@ -34,17 +39,26 @@ class PlainWeights:
     tensors: dict[str, Tensor]
     model: ModelConfig | None  # None: its source does not say
     heads_may_lack: bool = False
+    tokenizer: Path | str | None = None  # a folder, or a sha256 alone; None: its source does not say
 
 
-def start_from(path: Path, model: ModelConfig, optimizer: LambertOptimizer, tell: Callable[[str], None]) -> None:
+def start_from(
+    path: Path,
+    model: ModelConfig,
+    optimizer: LambertOptimizer,
+    tell: Callable[[str], None],
+    tokenizer: Path | None = None,
+) -> None:
     """Fill this rank's masters, in place, with the weights at ``path``, as :func:`read` takes it.
 
     Heads that a Hugging Face folder lacks stay as they are, and so do the moments. Raises TrainerError if the
-    weights are of another model than ``model``.
+    weights are of another model than ``model``, or of another vocabulary than the shards' ``tokenizer`` folder.
     """
     partition = optimizer.partition
     assert partition is not None
     given = read(path, tell)
+    if tokenizer is not None:
+        _require_vocabulary(path, given.tokenizer, tokenizer, tell)
     if given.model is not None:
         theirs, ours = asdict(given.model), asdict(model)
         if different := [
@@ -65,15 +79,20 @@ def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
     ``tell`` is told what a Hugging Face folder lacks. Raises TrainerError for anything else, and for damage.
     """
     if (path / "config.json").is_file():
-        return PlainWeights(*read_folder(path, tell), heads_may_lack=True)
+        named = any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
+        return PlainWeights(*read_folder(path, tell), heads_may_lack=True, tokenizer=path if named else None)
     if path.is_dir():
         found = find(path)
-        return PlainWeights(load_weights(found), ModelConfig(**found.record["config"]["model"]))
+        beside = found.folder.parent / TOKENIZER_FOLDER
+        own = ModelConfig(**found.record["config"]["model"])
+        return PlainWeights(load_weights(found), own, tokenizer=beside if beside.is_dir() else None)
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            said = (file.metadata() or {}).get("model")
-            return PlainWeights(tensors, None if said is None else ModelConfig(**json.loads(said)))
+            metadata = file.metadata() or {}
+            said = metadata.get("model")
+            model = None if said is None else ModelConfig(**json.loads(said))
+            return PlainWeights(tensors, model, tokenizer=metadata.get("tokenizer"))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainerError(
             f"{path} cannot be read as weights ({' '.join(str(error).split())}): name a file of trainer.weights, a "
@@ -81,13 +100,60 @@ def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
         ) from None
 
 
-def write(weights: dict[str, Tensor], model: ModelConfig, out: Path) -> None:
-    """Write whole fp32 parameters as one file, whole or not at all. Raises TrainerError if ``out`` is there."""
+def _require_vocabulary(path: Path, theirs: Path | str | None, ours: Path, tell: Callable[[str], None]) -> None:
+    """Raises TrainerError where the tokens of ``path`` are not, one by one, those of the shards' tokenizer ``ours``."""
+    remedy = "name weights of the shards' vocabulary, or build the shards with that one"
+    if theirs is None:
+        tell(f"{path} names no vocabulary: that of the shards is taken to be its own")
+        return
+    try:
+        shards, sha256 = load_tokenizer(ours), load_tokenizer(theirs).sha256() if isinstance(theirs, Path) else theirs
+        if shards.sha256() == sha256:
+            return
+        if isinstance(theirs, str):
+            raise TrainerError(
+                f"run.weights: {path} is of another tokenizer than the shards (sha256 differs): {remedy}"
+            )
+        pairs = zip_longest(load_tokenizer(theirs).pieces, shards.pieces)
+    except DataError as error:
+        raise TrainerError(f"run.weights: the vocabulary of {path} cannot be read ({error}): {remedy}") from None
+    for number, (there, here) in enumerate(pairs):
+        if there != here:
+            seen = ["absent" if piece is None else repr(piece) for piece in (there, here)]
+            raise TrainerError(
+                f"run.weights: {path} has another vocabulary than the shards: token {number} is {seen[0]} there, "
+                f"{seen[1]} in the shards: {remedy}"
+            )
+    tell(f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents)")
+
+
+def load_bert(path: Path) -> tuple[Bert, Path, list[str]]:
+    """A model to use, fp32, on the CPU; the folder of its tokenizer; the names of heads that it lacks, left random.
+
+    ``path``: a run's folder, a checkpoint or a Hugging Face BERT. Raises TrainerError for anything else.
+    """
+    given = read(path, lambda text: None)
+    if given.model is None or not isinstance(given.tokenizer, Path):
+        raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
+    model = Bert(given.model)
+    if not given.heads_may_lack:
+        shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (given.tensors, model.state_dict())]
+        require_shapes(str(path), *shapes)
+    model.load_state_dict(given.tensors, strict=False)
+    return model, given.tokenizer, missing_heads(given.tensors, given.model)
+
+
+def write(weights: dict[str, Tensor], model: ModelConfig, out: Path, tokenizer: str | None = None) -> None:
+    """Write whole fp32 parameters as one file, whole or not at all; ``tokenizer``: its sha256, where it is known.
+
+    Raises TrainerError if ``out`` is there.
+    """
     if out.exists():
         raise TrainerError(f"{out} is already there: name a file that is not")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        save_file(weights, temporary, metadata={"model": json.dumps(asdict(model))})
+        known = {} if tokenizer is None else {"tokenizer": tokenizer}
+        save_file(weights, temporary, metadata={"model": json.dumps(asdict(model)), **known})
         temporary.chmod(0o644)  # safetensors leaves it to its owner alone
         sync(temporary)
         temporary.replace(out)
@@ -105,8 +171,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         found = find(options.checkpoint)
-        write(load_weights(found), ModelConfig(**found.record["config"]["model"]), options.out)
-    except (TrainerError, OSError, SafetensorError) as error:
+        beside = found.folder.parent / TOKENIZER_FOLDER
+        tokenizer = load_tokenizer(beside).sha256() if beside.is_dir() else None
+        write(load_weights(found), ModelConfig(**found.record["config"]["model"]), options.out, tokenizer)
+    except (TrainerError, DataError, OSError, SafetensorError) as error:
         print(f"trainer.weights: error: {error}", file=sys.stderr)
         return 2
     print(f"{options.out}: {found.folder}")

@@ -1,0 +1,193 @@
+"""Vectors: the model's own, as transformers has them, in the order of the texts, and whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import BertModel
+
+from data_prep.tokenizer import load_tokenizer, train_tokenizer
+from trainer import encode, export
+from trainer.encode import Pooling, main
+from trainer.errors import TrainerError
+from trainer.model import Bert, ModelConfig
+from trainer.vectors import Part, Text, write_npy
+from trainer.weights import load_bert
+
+TEXTS = ["the bank was closed", "he sat on the bank of the river", "the", "a river\tthe closed bank was old", "old"] * 3
+LONGEST = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BERT of five layers, as Hugging Face has it."""
+    home = tmp_path_factory.mktemp("bert")
+    train_tokenizer(["the bank was closed he sat on of river a old"], 60, cased=False).save(home / "tokenizer")
+    size = load_tokenizer(home / "tokenizer").vocab_size
+    model = ModelConfig(5, 16, 2, 32, LONGEST, size, initializer_range=0.3)
+    weights = {name: w + 0.1 for name, w in Bert(model, seed=1).state_dict().items()}  # no bias is zero
+    export.write_folder(weights, model, home / "tokenizer", home / "out")
+    return home / "out"
+
+
+@torch.no_grad()
+def theirs(folder: Path) -> list[tuple[list[Tensor], Tensor, int]]:
+    """Of each text all hidden states (S, D) and the pooled output, and the place of its pair's first [SEP]."""
+    model, tokenizer = BertModel.from_pretrained(folder), load_tokenizer(folder)
+    cls, sep = tokenizer.specials.cls, tokenizer.specials.sep
+    out = []
+    for text in TEXTS:
+        first, second = ([*tokenizer.encode([part])][0] if part else [] for part in (text + "\t").split("\t")[:2])
+        ids = [cls, *first, sep, *([*second, sep] if second else [])]
+        kinds = [0] * (len(first) + 2) + [1] * (len(ids) - len(first) - 2)
+        given = model(torch.tensor([ids]), token_type_ids=torch.tensor([kinds]), output_hidden_states=True)
+        out.append(([h[0] for h in given.hidden_states], given.pooler_output[0], len(first) + 1))
+    return out
+
+
+def ordinary(hidden: Tensor, sep: int) -> Tensor:
+    """Without [CLS] and [SEP]."""
+    return torch.cat([hidden[1:sep], hidden[sep + 1 : -1]])
+
+
+def run(folder: Path, out: Path, *options: str) -> Any:
+    assert main(["--model", str(folder), "--out", str(out), *options]) == 0
+    return np.load(out) if out.suffix == ".npy" else pq.read_table(out)
+
+
+def near(ours: NDArray[np.float32], expected: list[Tensor]) -> bool:
+    wanted = torch.stack(expected).numpy()
+    return bool(ours.shape == wanted.shape and np.abs(ours - wanted).max() <= 1e-5 * np.abs(wanted).max())
+
+
+def test_every_pooling_is_of_transformers_hidden_states(folder: Path, tmp_path: Path) -> None:
+    known = theirs(folder)
+    expected = {
+        ("mean", "last"): [ordinary(h[-1], sep).mean(0) for h, _, sep in known],
+        ("max", "last"): [ordinary(h[-1], sep).max(0).values for h, _, sep in known],
+        ("cls", "last"): [h[-1][0] for h, _, _ in known],
+        ("pooler", "last"): [pooled for _, pooled, _ in known],
+        ("mean", "mean4"): [ordinary(sum(h[-4:]) / 4, sep).mean(0) for h, _, sep in known],  # type: ignore[arg-type]
+        ("cls", "concat4"): [torch.cat([layer[0] for layer in h[-4:]]) for h, _, _ in known],
+    }
+    for (pool, layers), wanted in expected.items():
+        ours = run(folder, tmp_path / f"{pool}-{layers}.npy", "--pool", pool, "--layers", layers, *TEXTS)
+        assert near(ours, wanted), (pool, layers)
+
+
+def test_one_word_in_two_contexts_has_two_vectors(folder: Path, tmp_path: Path) -> None:
+    marked = ["the [[bank]] was closed", "he sat on the [[bank]] of the river"]
+    table = run(folder, tmp_path / "marked.parquet", "--marked", *marked)
+    known, pieces = theirs(folder), load_tokenizer(folder).pieces
+    rows = table.drop(["vector"]).to_pylist()
+    assert [row["number"] for row in rows] == [0] * (len(rows) // 2) + [1] * (len(rows) // 2)
+    assert "".join(row["token"].removeprefix("##") for row in rows) == "bank" * 2
+    ours = np.stack(table["vector"].to_numpy())
+    assert near(ours, [known[row["number"]][0][-1][row["position"]] for row in rows])
+    assert np.abs(ours[0] - ours[len(rows) // 2]).max() > 1e-3
+
+    table = run(folder, tmp_path / "all.parquet", "--tokens", *TEXTS)
+    everything = torch.cat([ordinary(h[-1], sep) for h, _, sep in known])
+    assert near(np.stack(table["vector"].to_numpy()), list(everything))
+    assert set(table["token"].to_pylist()) <= set(pieces) - {"[CLS]", "[SEP]"}
+
+
+def test_batches_and_parts_do_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = run(folder, tmp_path / "whole.npy", *TEXTS)
+    monkeypatch.setattr(encode, "_BATCH", 9)
+    monkeypatch.setattr(encode, "_TEXTS", 4)
+    assert np.abs(run(folder, tmp_path / "parts.npy", *TEXTS) - whole).max() <= 1e-6 * np.abs(whole).max()
+    monkeypatch.setattr(encode, "_LETTERS", 40)
+    assert run(folder, tmp_path / "more.parquet", *TEXTS)["number"].to_pylist() == list(range(len(TEXTS)))
+
+
+def test_lines_objects_and_the_standard_input_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "texts.tsv").write_text("\n".join(TEXTS) + "\n")
+    expected = run(folder, tmp_path / "given.npy", *TEXTS)
+    assert (run(folder, tmp_path / "lines.npy", "--input", str(tmp_path / "texts.tsv")) == expected).all()
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS)))
+    assert (run(folder, tmp_path / "stdin.npy", "--input", "-") == expected).all()
+    records = [{"id": number, "a": "a river", "b": "the closed bank was old"} for number in (7, 8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = run(folder, tmp_path / "pairs.parquet", "--input", str(tmp_path / "pairs.jsonl"), "--json", "a,b")
+    assert table.select(["id", "text", "pair"]).to_pylist()[1] == {
+        **{"id": "8", "text": "a river", "pair": "the closed bank was old"}
+    }
+    assert (np.stack(table["vector"].to_numpy())[0] == expected[3]).all()
+    (tmp_path / "latin").write_bytes(b"the\n\xff\n")
+    assert main(["--model", str(folder), "--out", str(tmp_path / "no.npy"), "--input", str(tmp_path / "latin")]) == 2
+    assert not (tmp_path / "no.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["the", " "], "text 2: no text, an empty one"),
+        (["a\tb\tc"], "text 1: no text, an empty one, or more than two"),
+        (["the", "\u200b"], r"text 2: no token in"),
+        (["--marked", "[[bank]]", "the bank"], "text 2: no token between [[ and ]]"),
+        (["--input", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (["--json", "a,b", "the"], "text 1: no JSON object with a and b"),
+        (["the", "bank " * 30], "text 2: "),
+        (["--pool", "pooler", "--layers", "mean4", "the"], "its pooler reads the last one"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_no_file(
+    folder: Path, options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.parquet"
+    assert main(["--model", str(folder), "--out", str(out), *options]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("trainer.encode: error: ") and said in line
+    assert not list(tmp_path.iterdir())
+    if "bank " * 30 in options:
+        assert "tokens more than the 12 positions of the model hold: shorten the text, or cut" in line
+
+
+def test_long_texts_are_cut_and_counted(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vectors = run(folder, tmp_path / "cut.npy", "--cut", "the", "the " * 30, "a river\t" + "the " * 30, "the " * 10)
+    assert "trainer.encode: 2 of 4 texts were cut to 12 tokens" in capsys.readouterr().err
+    assert (vectors[1] == vectors[3]).all()  # ten words and two control tokens
+    for sizes, kept in (((3, 20), (3, 6)), ((20, 3), (6, 3)), ((20, 20), (5, 4)), ((4, 20), (4, 5))):
+        assert encode._fit(*sizes, 9) == kept
+    assert main(["--model", str(folder), "--out", str(tmp_path / "cut.npy"), "the"]) == 2
+    assert "cut.npy is already there" in capsys.readouterr().err
+
+
+def test_a_model_without_a_pooler_has_none(folder: Path, tmp_path: Path) -> None:
+    model, tokenizer, missing = load_bert(folder)
+    assert (tokenizer, missing) == (folder, [])
+    weights = {f"bert.{n}": w for n, w in BertModel(BertModel.from_pretrained(folder).config).state_dict().items()}
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in folder.iterdir():
+        (bare / path.name).write_bytes(path.read_bytes())
+    save_file({n: w for n, w in weights.items() if "pooler" not in n}, bare / "model.safetensors")
+    assert load_bert(bare)[2] == ["pooler", "MLM head", "NSP head"]
+    assert main(["--model", str(bare), "--out", str(tmp_path / "out.npy"), "--pool", "pooler", "the"]) == 2
+    assert run(bare, tmp_path / "out.npy", "the").shape == (1, model.model.hidden)
+    with pytest.raises(TrainerError, match="no whole checkpoint"):
+        load_bert(tmp_path)
+
+
+def test_any_number_of_rows_has_the_header_that_numpy_reads(tmp_path: Path) -> None:
+    for rows, width in ((1, 1), (123_456, 1), (2, 4096)):
+        block = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+        part = Part(0, [Text("here", "text")], [], [block])
+        with (tmp_path / "x.npy").open("wb") as file:
+            write_npy(file, [part, replace(part, start=1)])
+        assert (np.load(tmp_path / "x.npy") == np.concatenate([block, block])).all()
+    assert Pooling() == Pooling("mean", "last")

@@ -1,0 +1,121 @@
+"""The model card says what the run recorded, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from runs import write_config
+
+from data_prep.manifest import manifest_hash
+from trainer.checkpoint import Checkpoint
+from trainer.config import load, to_tree
+from trainer.errors import TrainerError
+from trainer.model import Bert, ModelConfig
+from trainer.model_card import write_card
+from trainer.state import TrainState
+
+DAY = 1_795_000_000.0  # 2026-11-18
+SPENT = {"start": 100.0, "productive": 3400.0, "evaluation": 100.0}
+
+
+@pytest.fixture
+def found(tiny_shards: Path, tmp_path: Path) -> Checkpoint:
+    """Step 15 of a run of two phases of 10 steps, which went on to step 20 in a second attempt."""
+    tree = to_tree(load(write_config(tmp_path, tiny_shards, 10), ["optimizer.name=adam"]))
+    tree["phases"].append(
+        {**tree["phases"][0], "name": "second", "train": str(tmp_path / "gone"), "sequence_length": 16}
+    )
+    phases = [{"shards": manifest_hash(tiny_shards), "global_batch": 30}, {"shards": "f" * 64, "global_batch": 60}]
+    state = asdict(TrainState(step=15, phase=1, phase_step=5, samples=600, tokens=18_000, skipped=2, restarts=1))
+    record = {"config": tree, "state": state, "identity": {"phases": phases}, "precision": "fp16"}
+    shapes = {name: w.shape for name, w in Bert(ModelConfig(**tree["model"])).state_dict().items()}
+    return Checkpoint(tmp_path / "run" / "step-00000015", shapes, {}, record)
+
+
+def journal(folder: Path) -> None:
+    """Two attempts, of 4 ranks and of 2, for an hour each."""
+    step = {"event": "step", "phase": 0, "samples": 1, "applied": True, "tokens": 300, "seconds": 0.5, "mlm_loss": 5.0}
+    lines: list[dict[str, Any]] = []
+    for attempt, (ranks, steps) in enumerate(((4, (1, 12)), (2, (11, 20)))):
+        at = {"time": DAY + 86_400 * attempt}
+        facts = {"run": "r", "config": "abc", "ranks": str(ranks), "device": "cuda", "hardware": "NVIDIA H200"}
+        lines += [
+            {"event": "attempt", **at},
+            {"event": "start", **at, "step": 0, **facts, "torch": "2.13", "apex": "absent"},
+        ]
+        lines += [{**step, "step": number, "restarts": attempt, "learning_rate": 1e-3} for number in steps]
+        lines += [
+            {"event": "heldout", **at, "step": number, "mlm_loss": 3 + attempt, "mlm_accuracy": 0.25}
+            for number in steps
+        ]
+        lines += [{"event": "time", **at, "step": steps[1], "spent": SPENT}]
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def card(found: Checkpoint, folder: Path, *stated: str | None) -> tuple[dict[str, Any], str]:
+    """The front matter, and the rest."""
+    folder.mkdir()
+    write_card(folder, found, *(stated or (None, None)))
+    _, front, rest = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), rest
+
+
+def test_it_tells_data_recipe_figures_and_time(found: Checkpoint, tiny_shards: Path, tmp_path: Path) -> None:
+    journal(found.folder.parent)
+    front, text = card(found, tmp_path / "out", "apache-2.0", "en")
+    assert front == {
+        **{"license": "apache-2.0", "language": "en", "library_name": "transformers", "pipeline_tag": "fill-mask"},
+        "tags": ["bert"],
+    }
+    manifest = json.loads((tiny_shards / "manifest.json").read_text())
+    assert f"{manifest['counts']['samples']:,} samples with {manifest['counts']['tokens']:,} tokens" in text
+    assert (
+        f"- `corpus.txt`: {manifest['corpus']['tokens']:,} tokens, sha256 `{manifest['corpus']['files'][0]['sha256']}`"
+        in text
+    )
+    assert manifest["tokenizer"]["sha256"] in text and "masks: 15% of the tokens, by token, 4 at most, static" in text
+    assert (
+        f"**second**, sequences of up to 16 tokens: shards whose manifest has sha256 `{'f' * 64}`; it was not" in text
+    )
+    assert "| only | 32 | 10 of 10 | 30 | 0.01 | 0 | polynomial, power 1 |" in text
+    assert "| second | 16 | 5 of 10 | 60 | 0.01 | 0 | polynomial, power 1 |" in text
+    assert "optimizer: adam (beta1 0.9" in text and "precision fp16" in text and "2 steps skipped, 1 restart" in text
+    assert "step 15, after 600 sequences and 18,000 tokens" in text
+    assert (
+        "| only | 1 | 2026-11-18 | 3.0000 | 25.0% |" in text
+    )  # the second phase's first steps are of the lost attempt
+    assert "| second | 11 | 2026-11-19 | 4.0000 | 25.0% |" in text and "These weights are of step 15." in text
+    assert "2 rank(s) on NVIDIA H200 in the last of 2 attempt(s), from 2026-11-18 to 2026-11-19: 6 GPU-hours" in text
+    assert "(start 0.167, productive 5.67, evaluation 0.167)" in text
+    assert "- torch 2.13" in text and "apex" not in text and "It was not" not in text
+    data = (tmp_path / "out" / "learning.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24])[0] == 1600
+    model = ModelConfig(**found.record["config"]["model"])
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Bert(model).parameters()) - (model.vocab_rows - model.vocab_size) * 17
+    assert f"{count:,} parameters" in text
+
+
+def test_what_was_not_recorded_is_left_out(found: Checkpoint, tmp_path: Path) -> None:
+    front, text = card(found, tmp_path / "out")
+    assert front["license"] is None and "language" not in front
+    assert "license: # state it before you publish" in (tmp_path / "out" / "README.md").read_text()
+    assert re.findall(r"^## (.+)$", text, re.M) == ["Data", "Recipe", "Limits"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
+    assert "nothing is known but what stands above" in text
+
+
+def test_a_file_that_is_no_journal_is_one_line(found: Checkpoint, tmp_path: Path) -> None:
+    found.folder.parent.mkdir()
+    (found.folder.parent / "metrics.jsonl").write_text('{"event": "heldout", "loss": 1}\n')
+    with pytest.raises(TrainerError, match=r"metrics.jsonl holds a line that no trainer wrote \(KeyError\('step'\)\)"):
+        card(found, tmp_path / "out")
