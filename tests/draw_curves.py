@@ -116,24 +116,32 @@ def draw(out: Path, picture: Path) -> None:
             if not path.is_file():
                 continue
             steps = [record for record in read_lines(path) if record["event"] == "step"]
+            skipped, steps = sum(not r["applied"] for r in steps), [r for r in steps if r["applied"]]
             last = [record["loss"] for record in steps][-10:]
-            print(f"{curve.name}: {len(steps)} steps, mean loss of the last {len(last)} {sum(last) / len(last):.4f}")
+            mean = sum(last) / len(last)
+            print(f"{curve.name}: {len(steps)} steps, {skipped} skipped, mean loss of the last {len(last)} {mean:.4f}")
             kept = steps if curve.batch > 256 else steps[::32]
             line = {"label": curve.name, "linewidth": 1.0, "alpha": 0.8}
             if plan == "batches":
                 axes[1, 1].plot([r["position"] / 1e6 for r in kept], [r["loss"] for r in kept], **line)
                 continue
-            axes[0, 0].plot([r["step"] for r in kept], [r["loss"] for r in kept], **line)
-            axes[0, 1].plot([r["step"] for r in kept], [r["loss_scale"] for r in kept], **line)
-            own = axes[1, 0].plot([r["step"] for r in kept], [r["trust_mean"] for r in kept], **line)
+            axes[0, 0].plot([r["position"] / 1e6 for r in kept], [r["loss"] for r in kept], **line)
+            axes[0, 1].plot([r["position"] / 1e6 for r in kept], [r["loss_scale"] for r in kept], **line)
+            own = axes[1, 0].plot([r["position"] / 1e6 for r in kept], [r["trust_mean"] for r in kept], **line)
             for bound in ("trust_min", "trust_max"):
-                axes[1, 0].plot([r["step"] for r in kept], [r[bound] for r in kept], ":", color=own[0].get_color())
+                axes[1, 0].plot(
+                    [r["position"] / 1e6 for r in kept], [r[bound] for r in kept], ":", color=own[0].get_color()
+                )
     axes[0, 1].set_yscale("log", base=2)
     axes[1, 0].set_yscale("log")
-    titles = ("loss, LAMB at 8,192", "loss scale", "trust ratios: least, mean, largest", "loss, by millions of samples")
+    titles = ("loss, LAMB at 8,192", "loss scale", "trust ratios: least, mean, largest", "loss, other batches")
     for axis, title in zip(axes.flat, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)
-        axis.legend(frameon=False, fontsize=7)
+        axis.set_xlabel("millions of samples")
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=7)
+        else:
+            axis.remove()  # its runs are not there
     figure.savefig(picture, dpi=130)
     print(picture)
 
