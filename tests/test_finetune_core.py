@@ -267,3 +267,6 @@ def test_runs_that_have_ended_are_not_run_again(inputs: Inputs, swept: tuple[Pat
     assert json.loads((out / "results.json").read_text()) == seen
     [(code, said)] = finetune(inputs, out, "--weight-decay", "0.1")
     assert code == REFUSED and "has results of another command (recipe was" in said, said
+    worse = min((1, 2), key=lambda seed: (result(out, seed)["figures"]["accuracy"], -seed))
+    [(code, said)] = finetune(inputs, out, "--seeds", str(worse))  # whose weights went for the other's
+    assert code == REFUSED and "has no weights any more, since another seed of its setting did better" in said, said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from trainer.finetune.data import Table, cut_of, take
 from trainer.finetune.options import Options, Setting, parse
 from trainer.finetune.predict import write_predictions
 from trainer.finetune.report import table
-from trainer.finetune.result import Result
+from trainer.finetune.result import Result, read_json, write_json
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import Row, summarise
 from trainer.finetune.sweep import choose as choose_run
@@ -173,6 +173,10 @@ def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     given = read_pretrained(tmp_path / "lacking.safetensors", made, refuse)
     with pytest.raises(TrainerError, match="--model lacks 12 tensors of the encoder, layers.1.qkv_weight first"):
         choose(given, CLASSES, refuse)
+    weights.write(Bert(TINY).state_dict(), replace(TINY, max_positions=41), tmp_path / "longer.safetensors")
+    given = read_pretrained(tmp_path / "longer.safetensors", made, refuse)
+    with pytest.raises(TrainerError, match=r"position_table of \(40, 32\), its configuration says \(41, 32\)"):
+        choose(given, CLASSES, refuse)
 
 
 def test_plain_weights_are_taken_as_they_are_with_a_tokenizer_that_is_named(tmp_path: Path) -> None:
@@ -205,8 +209,9 @@ def test_what_the_model_or_the_data_cannot_do_is_refused(tmp_path: Path) -> None
     unlabelled.write_text("sentence\nbame bani\n")
     with pytest.raises(TrainerError, match="unlabelled.tsv holds no answers to learn from: it needs its labels"):
         make_job(options(made, data, "--max-length", "40", "--train", str(unlabelled)), lambda text: None)
-    with pytest.raises(TrainerError, match="unlabelled.tsv holds no answers to be judged by"):
-        make_job(options(made, data, "--max-length", "40", "--dev", str(unlabelled)), lambda text: None)
+    for part in ("--dev", "--also"):  # before the training, not after it
+        with pytest.raises(TrainerError, match="unlabelled.tsv holds no answers to be judged by"):
+            make_job(options(made, data, "--max-length", "40", part, str(unlabelled)), lambda text: None)
     job, test = make_job(options(made, data, "--max-length", "40", "--test", str(unlabelled)), lambda text: None)
     assert len(job.training) == 20 and test is not None and not test.known
 
@@ -214,26 +219,15 @@ def test_what_the_model_or_the_data_cannot_do_is_refused(tmp_path: Path) -> None
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     write_classes(tmp_path / "train.tsv", 3)
     write_classes(tmp_path / "dev.tsv", 3)
-    wrong = [
-        "--rates",
-        "1e-5,0",
-        "--batches",
-        "0",
-        "--warmup",
-        "2",
-        "--clip",
-        "-1",
-        "--patience",
-        "0",
-        "--predict",
-        "a",
-    ]
+    wrong = "--rates 1e-5,0 --batches 0 --epochs inf --seeds 1,99999999999999999999 --warmup 2 --clip -1".split()
+    wrong += "--weight-decay nan --patience 0 --predict a".split()
     with pytest.raises(TrainerError) as caught:
         options(tmp_path, tmp_path, *wrong)
     said = str(caught.value).split("; ")
     assert [part.split(" ")[0].rstrip(":") for part in said] == [
-        "--rates", "--batches", "--warmup", "--clip", "--patience", "--predict",
-    ]  # fmt: skip
+        *("--rates", "--batches", "--epochs", "--seeds", "--warmup"),
+        *("--weight-decay", "--clip", "--patience", "--predict"),
+    ]
 
 
 # ---- what it exports -------------------------------------------------------------------------------------------
@@ -294,6 +288,15 @@ def test_a_setting_that_mostly_diverges_has_no_median() -> None:
     assert rows[0].median is None
     with pytest.raises(TrainerError, match="no setting has a median: half of its runs or more diverged"):
         choose_run(rows, results, "f1")
+
+
+def test_damaged_results_are_named(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"how": "done"})
+    assert read_json(tmp_path / "a.json") == {"how": "done"}
+    for content, said in (("{", "is damaged .* remove its folder"), ("[]", "is none of ours: remove it")):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(TrainerError, match=said):
+            read_json(tmp_path / "a.json")
 
 
 def test_predictions_stay_one_row_a_record(tmp_path: Path) -> None:

@@ -156,7 +156,10 @@ def test_a_tab_too_many_is_refused(tmp_path: Path) -> None:
     [
         ("a.xlsx", "sentence", "its ending says no format"),
         ("a.tsv", "", "holds no row"),
+        ("a.tsv", "sentence\tlabel\tsentence\nA\t1\tB\n", "line 1: the column sentence stands there twice"),
         ("a.jsonl", "[1]\n", "line 1: no JSON object"),
+        ("a.jsonl", '{"sentence": "half \\ud83d"}\n', r"line 1: not JSON \(half a character, .ud83d"),
+        ("a.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("a.csv", 'sentence,label\n"x,1\n', "no CSV"),
         ("gone.tsv", None, "gone.tsv cannot be read"),
     ],
@@ -169,7 +172,7 @@ def test_files_that_cannot_be_read(name: str, text: str | None, said: str, tmp_p
 
 
 def test_one_label_alone_is_no_task(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tsv", "sentence\tlabel", "A\t1", "B\t1")
+    path = write(tmp_path / "a.tsv", "sentence\tlabel", "A\t1", "B\t1", "C\t ")  # a blank is no label
     with pytest.raises(
         TrainerError, match=r"has 1 label\(s\) in its column label: name the right one by --label-column"
     ):

@@ -119,14 +119,15 @@ def test_conlls_own_files_are_read_and_brought_to_bio(tmp_path: Path) -> None:
     told: list[str] = []
     iob1 = write(tmp_path, CONLL.format("I-ORG", "I-PER", "B-PER") + "New\u00a0York NNP I-NP I-LOC\r\n", "iob1.txt")
     kind = TagTask.of(iob1, told.append)
-    assert kind.labels == ("O", "B-LOC", "B-ORG", "B-PER") and not told
-    with pytest.raises(TrainerError, match="has the tag I-PER"):
-        kind.read(write(tmp_path, CONLL.format("I-ORG", "I-PER", "I-PER")))
+    assert kind.labels == ("O", "B-LOC", "B-ORG", "B-PER", "I-LOC", "I-ORG", "I-PER") and not told
+    assert kind.read(write(tmp_path, CONLL.format("I-ORG", "I-PER", "I-PER")))[1].tags == ("B-PER", "I-PER")
+    with pytest.raises(TrainerError, match="has the tag B-MISC"):
+        kind.read(write(tmp_path, CONLL.format("I-ORG", "I-PER", "I-MISC")))
     records = kind.read(iob1)
     assert [record.tags for record in records] == [("B-ORG", "O"), ("B-PER", "B-PER"), ("B-LOC",)]
     assert [record.number for record in records] == [0, 1, 2]
     assert [list(record.lines) for record in records] == [[3, 4], [6, 7], [9]]
-    assert len(told) == 2 and str(iob1) in told[1] and "IOB1" in told[1]
+    assert len(told) == 3 and str(iob1) in told[2] and "IOB1" in told[2]
 
 
 def test_bio_is_left_as_it_is_and_json_lines_say_the_same(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 from dataclasses import replace
@@ -181,6 +182,28 @@ def test_a_model_without_a_pooler_has_none(folder: Path, tmp_path: Path) -> None
     assert run(bare, tmp_path / "out.npy", "the").shape == (1, model.model.hidden)
     with pytest.raises(TrainerError, match="no whole checkpoint"):
         load_bert(tmp_path)
+
+
+def test_a_vocabulary_of_another_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Its last pieces would be read from the rows that pad the table."""
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "vocab.txt").write_text((folder / "vocab.txt").read_text() + "more\n")
+    with pytest.raises(TrainerError, match="pieces, the model only"):
+        load_bert(tmp_path)
+
+
+def test_half_a_character_and_a_text_that_fails_late_are_one_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", odd.append)
+    monkeypatch.setattr(encode, "_TEXTS", 1)
+    lines = ['{"a": "the \\ud83d\\ude00"}', '{"a": "the \\ud83d"}']  # two halves are one
+    assert main(["--model", str(folder), "--out", str(tmp_path / "out.parquet"), "--json", "a", *lines]) == 2
+    assert "text 2: no JSON object with a" in capsys.readouterr().err
+    gc.collect()
+    assert not odd and not list(tmp_path.iterdir())  # the writer of the first text was closed before its file
 
 
 def test_any_number_of_rows_has_the_header_that_numpy_reads(tmp_path: Path) -> None:

@@ -203,6 +203,16 @@ def test_what_a_killed_export_left_is_no_hindrance(tokenizer: Path) -> None:
     assert not left.exists()
 
 
+def test_an_export_that_fails_leaves_nothing(tokenizer: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise TrainerError(f"{len(list(folder.iterdir()))} files")
+
+    before, out = sorted(tokenizer.parent.iterdir()), tokenizer.parent / "failed"
+    with pytest.raises(TrainerError, match="5 files"):
+        export.write_folder(trained(), TINY, tokenizer, out, finish=fail)
+    assert sorted(tokenizer.parent.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -273,6 +283,9 @@ def test_foreign_tensors_are_refused() -> None:
         ({"position_embedding_type": "relative_key"}, "'relative_key'"),
         ({"num_attention_heads": 3}, "must be a multiple of heads, 3"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": "16"}, "hidden_size is '16'; it must be a whole number"),
+        ({"vocab_size": 150.0}, "vocab_size is 150.0; it must be a whole number"),
+        ({"layer_norm_eps": []}, r"layer_norm_eps is \[\]; it must be a number"),
     ],
 )
 def test_a_model_that_lambert_cannot_compute_is_refused(
@@ -295,9 +308,13 @@ def test_damaged_and_missing_files_are_one_line(tokenizer: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(TrainerError, match="neither model.safetensors nor pytorch_model.bin"):
         export.read_folder(folder)
-    (folder / "pytorch_model.bin").write_bytes(weights)
-    with pytest.raises(TrainerError, match=r"pytorch_model.bin cannot be read: [^\n]*$"):
-        export.read_folder(folder)
+    for content in (weights, b"", [torch.zeros(2)], {"step": 1}):
+        if isinstance(content, bytes):
+            (folder / "pytorch_model.bin").write_bytes(content)
+        else:
+            torch.save(content, folder / "pytorch_model.bin")
+        with pytest.raises(TrainerError, match=r"pytorch_model.bin cannot be read: it holds [^\n]*$"):
+            export.read_folder(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(TrainerError, match="holds no object"):
         export.read_folder(folder)

@@ -12,7 +12,6 @@ these are its fields (its ``id`` is kept, too). Rows come in the order of the te
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -32,6 +31,7 @@ from data_prep.errors import DataError
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer.batch import Rows
 from trainer.errors import TrainerError
+from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, pack
 from trainer.model import Bert, pool
 from trainer.vectors import Part, Text, write_npy, write_parquet
@@ -65,10 +65,10 @@ def read_texts(lines: Iterable[str], place: str, fields: Sequence[str] = ()) -> 
         identity = None
         if fields:
             try:
-                record = json.loads(line)
+                record = loads(line)
                 texts = [record[field] for field in fields]
                 identity = None if record.get("id") is None else str(record["id"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise TrainerError(f"{where}: no JSON object with {' and '.join(fields)}: see --json") from None
         else:
             texts = line.split("\t")

@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
         if world.size > 1:
             return _on_ranks(command, world)
         figures = command()
-    except (TrainerError, DataError) as error:
+    except (TrainerError, DataError, OSError) as error:
         print(f"trainer.evaluate: error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(figures, indent=1))
@@ -299,7 +299,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     counted = train_folder / trained.token_counts.file
     try:
         counts = torch.from_numpy(np.load(counted))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise TrainerError(f"{counted} cannot be read ({error}): restore it") from None
     return evaluate_context(model, loader, counts, world.device, options.micro_batch)
 

@@ -13,7 +13,8 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -39,6 +40,11 @@ _log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
+    *("vocab_size", "type_vocab_size"),
+)
+_REALS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "layer_norm_eps", "initializer_range")
 _IMPORTED_ACTIVATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
 
 
@@ -72,24 +78,38 @@ def write_folder(
     _check_tokenizer(tokenizer_folder, model)
     exported = to_hugging_face(weights, model)
     tensors = {name: t.detach().float().cpu().contiguous() for name, t in exported.items()}
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed export left
-    temporary.mkdir(parents=True)
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    (temporary / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
-    (temporary / "config.json").write_text(json.dumps(_config(model), indent=2) + "\n")
-    for name in _TOKENIZER_FILES:
-        shutil.copyfile(tokenizer_folder / name, temporary / name)
-    settings = temporary / "tokenizer_config.json"
-    limit = {"model_max_length": model.max_positions}  # what the model can take, whatever the tokenizer said
-    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | limit, indent=2) + "\n", "utf-8")
-    finish(temporary)
-    for path in (*temporary.iterdir(), temporary):
-        sync(path)
-    parity = check(temporary, weights, model) if proven else None
-    temporary.replace(out)
-    sync(out.parent)
+    with becoming(out) as temporary:
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+        (temporary / "config.json").write_text(json.dumps(config_of(model), indent=2) + "\n")
+        for name in _TOKENIZER_FILES:
+            shutil.copyfile(tokenizer_folder / name, temporary / name)
+        limit_length(temporary, model)
+        finish(temporary)
+        parity = check(temporary, weights, model) if proven else None
     return parity
+
+
+@contextmanager
+def becoming(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its name when the block ends well, and is removed when it does not."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        temporary.replace(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync(out.parent)
+
+
+def limit_length(folder: Path, model: ModelConfig) -> None:
+    """Have tokenizer_config.json say what the model can take, whatever the tokenizer said."""
+    settings, limit = folder / "tokenizer_config.json", {"model_max_length": model.max_positions}
+    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | limit, indent=2) + "\n", "utf-8")
 
 
 def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tuple[dict[str, Tensor], ModelConfig]:
@@ -117,7 +137,8 @@ def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tup
     return weights, model
 
 
-def _config(model: ModelConfig) -> dict[str, Any]:
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """config.json of a BertForPreTraining of this shape."""
     return {
         "architectures": ["BertForPreTraining"],
         "model_type": "bert",
@@ -149,6 +170,10 @@ def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
     if activation not in _IMPORTED_ACTIVATIONS:
         known = ", ".join(_IMPORTED_ACTIVATIONS)
         raise TrainerError(f"{folder}: hidden_act is {activation!r}; Lambert has {known}")
+    for names, kinds, what in ((_SIZES, (int,), "whole number"), (_REALS, (int, float), "number")):
+        if wrong := [name for name in names if type(config.get(name, 0)) not in kinds]:
+            name, value = wrong[0], config[wrong[0]]
+            raise TrainerError(f"{folder / 'config.json'}: {name} is {value!r}; it must be a {what}")
     try:
         model = ModelConfig(
             layers=config["num_hidden_layers"],
@@ -179,8 +204,12 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor]
     try:
         tensors = load_file(safe) if path == safe else torch.load(pickled, "cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise ValueError("it holds more than tensors")
+    except (UnpicklingError, EOFError, AttributeError, LookupError):  # whose texts advise to run what the file says
+        raise TrainerError(f"{path} cannot be read: it holds no plain weights; fetch or export it again") from None
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TrainerError(f"{path} cannot be read: {reason}; fetch or export it again") from error
     return tensors
 

@@ -66,22 +66,24 @@ def write_parquet(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] 
     except ImportError as error:
         raise TrainerError(f"a .parquet file needs pyarrow ({error}): install it, or write a .npy file") from None
     writer = None
-    for part in parts:
-        rows = [each for each, vectors in enumerate(part.vectors) for _ in vectors]  # of the part, by text
-        block = np.concatenate(part.vectors)  # (rows, width)
-        columns = {
-            "number": pa.array([part.start + row for row in rows], pa.int64()),
-            "id": pa.array([part.texts[row].id for row in rows], pa.string()),
-            "text": pa.array([part.texts[row].first for row in rows], pa.string()),
-            "pair": pa.array([part.texts[row].second for row in rows], pa.string()),
-        }
-        if pieces is not None:
-            names = [pieces[example.tokens[place]] for example in part.examples for place in example.places]
-            columns["position"] = pa.array([p for example in part.examples for p in example.places], pa.int32())
-            columns["token"] = pa.array(names, pa.string())
-        columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(block.reshape(-1)), block.shape[1])
-        table = pa.table(columns)
-        writer = writer or pq.ParquetWriter(file, table.schema)
-        writer.write_table(table)
-    if writer:
-        writer.close()
+    try:
+        for part in parts:
+            rows = [each for each, vectors in enumerate(part.vectors) for _ in vectors]  # of the part, by text
+            block = np.concatenate(part.vectors)  # (rows, width)
+            columns = {
+                "number": pa.array([part.start + row for row in rows], pa.int64()),
+                "id": pa.array([part.texts[row].id for row in rows], pa.string()),
+                "text": pa.array([part.texts[row].first for row in rows], pa.string()),
+                "pair": pa.array([part.texts[row].second for row in rows], pa.string()),
+            }
+            if pieces is not None:
+                names = [pieces[example.tokens[place]] for example in part.examples for place in example.places]
+                columns["position"] = pa.array([p for example in part.examples for p in example.places], pa.int32())
+                columns["token"] = pa.array(names, pa.string())
+            columns["vector"] = pa.FixedSizeListArray.from_arrays(pa.array(block.reshape(-1)), block.shape[1])
+            table = pa.table(columns)
+            writer = writer or pq.ParquetWriter(file, table.schema)
+            writer.write_table(table)
+    finally:  # while the file is open, else it complains later
+        if writer:
+            writer.close()

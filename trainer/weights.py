@@ -130,11 +130,17 @@ def _require_vocabulary(path: Path, theirs: Path | str | None, ours: Path, tell:
 def load_bert(path: Path) -> tuple[Bert, Path, list[str]]:
     """A model to use, fp32, on the CPU; the folder of its tokenizer; the names of heads that it lacks, left random.
 
-    ``path``: a run's folder, a checkpoint or a Hugging Face BERT. Raises TrainerError for anything else.
+    ``path``: a run's folder, a checkpoint or a Hugging Face BERT. Raises TrainerError for anything else, and
+    DataError for a tokenizer that cannot be read.
     """
     given = read(path, lambda text: None)
     if given.model is None or not isinstance(given.tokenizer, Path):
         raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
+    pieces, rows = load_tokenizer(given.tokenizer).vocab_size, given.model.vocab_size
+    if pieces > rows:  # the table's padding has rows for some of them, which were never trained
+        raise TrainerError(
+            f"{given.tokenizer} has {pieces:,} pieces, the model only {rows:,}: restore its own vocabulary"
+        )
     model = Bert(given.model)
     if not given.heads_may_lack:
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (given.tensors, model.state_dict())]

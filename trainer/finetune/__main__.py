@@ -71,9 +71,10 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
         raise TrainerError(f"--max-length is {longest}, and {options.model} has {most} positions: at most {most}")
     encoder = given.tokenizer.encoder
     training = read_training(options.wish.train, task, encoder, longest)
-    dev = read_part(options.dev, task, encoder, longest)
-    if not dev.known:
-        raise TrainerError(f"{options.dev} holds no answers to be judged by: it needs its labels (see --label-column)")
+    dev, *also = (read_part(path, task, encoder, longest) for path in (options.dev, *options.also))
+    for part in (dev, *also):
+        if not part.known:
+            raise TrainerError(f"{part.path} holds no answers to be judged by: give it its labels (--label-column)")
     test = None if options.test is None else read_part(options.test, task, encoder, longest)
     identity = {
         "task": options.task,
@@ -87,7 +88,7 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
     }
     start = choose(given, task, tell)
     tell(f"{options.task}: {len(training):,} to learn from, {len(dev.table):,} to be judged by")
-    return Job(options, task, given.model, start, given.tokenizer, training, dev, identity), test
+    return Job(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
 
 
 def run(options: Options, world: World, job: Job, test: Part | None) -> bool:

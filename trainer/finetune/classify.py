@@ -195,8 +195,8 @@ def open_file(path: Path, form: Format) -> tuple[list[Row], Columns]:
 def find_labels(path: Path, form: Format) -> tuple[str, ...]:
     """The labels of a training file, in order: as numbers where all are, else by name."""
     rows, columns = open_file(path, form)
-    found = {_label(row, columns, form) for row in rows} - {None, "", *form.dropped}
-    labels = [label for label in found if label is not None]
+    found = {_label(row, columns, form) for row in rows} - {*form.dropped}
+    labels = [label for label in found if label is not None and label.strip()]
     if len(labels) < 2:
         raise TrainerError(
             f"{path} has {len(labels)} label(s) in its column {columns.label}: name the right one by --label-column, "

@@ -34,7 +34,7 @@ def split_name(path: Path) -> tuple[Path, str, str]:
     """A file, and the column and the value of the rows that are meant; both empty for all of them."""
     name, _, part = path.name.partition("#")
     column, _, value = part.partition("=")
-    return path.with_name(name), column, value
+    return path.parent / name, column, value
 
 
 def read_rows(path: Path, headless: Sequence[str] = (), wanted: Sequence[Sequence[str]] = ()) -> list[Row]:
@@ -80,6 +80,10 @@ def _named(
     if headless and not any(set(columns) <= set(names) for columns in wanted):
         names = list(headless)
         yield Row(first[0], dict(zip(names, first[1], strict=False)))
+    if twice := [name for name in names if name and names.count(name) > 1]:
+        raise TrainerError(
+            f"{file}, line {first[0]}: the column {twice[0]} stands there twice: rename the one not meant"
+        )
     for number, fields in rows:
         if len(fields) > len(names) and names != list(headless):
             seen = f"{len(fields)} fields, the first line has {len(names)}"

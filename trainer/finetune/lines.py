@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import TrainerError
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, which JSON writes as two
 
 
 def read_text(path: Path) -> str:
@@ -35,11 +38,22 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, json_object(line, f"{path}, line {number}")
 
 
+def loads(text: str) -> Any:
+    """JSON's value. ValueError also for half a character (a lone surrogate), which no tokenizer takes."""
+    value = json.loads(text)
+    if _HALF.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"half a character, \\u{ord(error.object[error.start]):04x}") from None
+    return value
+
+
 def json_object(text: str, where: str) -> dict[str, Any]:
     """Raises TrainerError where ``text`` is no JSON object."""
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = loads(text)
+    except (ValueError, RecursionError) as error:
         raise TrainerError(f"{where}: not JSON ({error}); write one object a line") from None
     if not isinstance(value, dict):
         raise TrainerError(f"{where}: no JSON object but {type(value).__name__}; write one object a line")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -114,10 +115,14 @@ def problems(options: Options) -> list[str]:
         ("--batches", [s.batch for s in options.settings]),
         ("--epochs", [s.epochs for s in options.settings]),
     ):
-        found += [f"{name}: {value} must be above 0" for value in dict.fromkeys(values) if not value > 0]
+        wrong = [value for value in dict.fromkeys(values) if not 0 < value < inf]
+        found += [f"{name}: {value} must be above 0, and finite" for value in wrong]
+    found += [f"--seeds: {seed} must be from 0 to 2^63 - 1" for seed in options.seeds if not 0 <= seed < 2**63]
     if not 0 <= recipe.warmup <= 1:
         found.append(f"--warmup is {recipe.warmup}: it is a share of the steps, from 0 to 1")
-    found += [f"{n} is {v}: must be 0 (off) or more" for n, v in _from_zero(recipe).items() if v < 0]
+    found += [
+        f"{n} is {v}: must be 0 (off) or more, and finite" for n, v in _from_zero(recipe).items() if not 0 <= v < inf
+    ]
     counted = {
         "--eval-every": options.eval_every,
         "--save-every": options.save_every,
@@ -202,15 +207,16 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--regression", action="store_true", help="labels are numbers (task sentence)")
     data.add_argument("--predict", type=Path, metavar="FILE", help="write predictions, .tsv or .jsonl, of test, or dev")
     recipe = parser.add_argument_group("recipe; several values, parted by commas, make a sweep")
-    recipe.add_argument("--seeds", "--seed", type=_several(int), default=[1], metavar="N,…")
-    recipe.add_argument("--rates", "--rate", type=_several(float), metavar="R,…")
-    recipe.add_argument("--batches", "--batch", type=_several(int), metavar="N,…", help="records of a step, all ranks")
-    recipe.add_argument("--epochs", type=_several(float), metavar="E,…")
-    recipe.add_argument("--max-length", type=int, metavar="TOKENS", help="longer texts are cut")
+    several = recipe.add_argument
+    several("--seeds", "--seed", type=_several(int), default=[1], metavar="N,…", help="a run of each (1)")
+    several("--rates", "--rate", type=_several(float), metavar="R,…", help="at the peak (2e-5, or the task's)")
+    several("--batches", "--batch", type=_several(int), metavar="N,…", help="records of a step, all ranks (32)")
+    several("--epochs", type=_several(float), metavar="E,…", help="also parts of one (3)")
+    recipe.add_argument("--max-length", type=int, metavar="TOKENS", help="longer texts are cut (128; questions 384)")
     recipe.add_argument("--warmup", type=float, metavar="SHARE", help="of the steps (0.1)")
     recipe.add_argument("--weight-decay", type=float, help="0.01 by default")
     recipe.add_argument("--clip", type=float, metavar="NORM", help="of the gradients; 0, the default, is off")
-    recipe.add_argument("--head", choices=("linear", "mlp"), default="linear")
+    recipe.add_argument("--head", choices=("linear", "mlp"), default="linear", help="mlp: with a hidden layer")
     recipe.add_argument("--measure", help="the figure to be judged by, instead of the task's own")
     run = parser.add_argument_group("the run")
     run.add_argument("--eval-every", type=int, metavar="STEPS", help="on dev, besides each epoch's end")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import TrainerError
-from trainer.finetune.lines import json_objects, read_text
+from trainer.finetune.lines import json_objects, loads, read_text
 
 Answer = tuple[str, int]  # text, and where it begins in the context
 
@@ -54,11 +54,13 @@ def read_questions(path: Path) -> list[Question]:
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each question, with its context, and where it stands."""
     try:
-        whole = json.loads(read_text(path))
+        whole = loads(read_text(path))
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":  # which is behind the first object of JSON lines
             raise TrainerError(f"{path}, line {error.lineno}: not JSON ({error})") from None
         whole = None
+    except (ValueError, RecursionError) as error:
+        raise TrainerError(f"{path}: not JSON ({error})") from None
     if isinstance(whole, dict) and "data" in whole:
         yield from _official(path, whole)
     else:

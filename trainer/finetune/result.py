@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import sync
+from trainer.errors import TrainerError
 from trainer.world import World, broadcast_text, together
 
 RESULT = "result.json"  # in a run's folder, once it has ended
@@ -37,12 +38,23 @@ def write_json(path: Path, tree: Any) -> None:
     draft.replace(path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """What ``write_json`` wrote of a mapping. Raises TrainerError for anything else."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TrainerError(f"{path} is damaged ({error}): remove its folder, or name another --out") from None
+    if not isinstance(tree, dict):
+        raise TrainerError(f"{path} is none of ours: remove it, or name another --out")
+    return tree
+
+
 def read_result(folder: Path, world: World) -> Result | None:
     """How the run of a folder ended, as rank 0 reads it, for all ranks; None for one that has not."""
     path = folder / RESULT
 
     def read() -> str:
-        return path.read_text(encoding="utf-8") if world.is_main and path.is_file() else ""
+        return json.dumps(read_json(path)) if world.is_main and path.is_file() else ""
 
     text = broadcast_text(together(read, world), world)
     if not text:

@@ -49,6 +49,7 @@ class Job:
     tokenizer: Tokenizer
     training: Table
     dev: Part
+    also: tuple[Part, ...]  # further files to score at the end
     identity: dict[str, Any]  # of all that decides what is learnt, besides setting and seed
 
 
@@ -301,6 +302,11 @@ class Run:
     def _leave(self, result: Result) -> None:
         if result.how != "diverged" and not (self.folder / WEIGHTS).exists():
             found = checkpoint.find(self.folder / BEST)
+            if found.record["state"]["attempts"] != result.step:
+                raise TrainerError(
+                    f"the checkpoint of step {result.step}, the best evaluation, could not be saved: mend what was "
+                    f"said of it, remove {self.folder}, and start again"
+                )
             tensors, tokenizer = checkpoint.load_weights(found), self.job.tokenizer.sha256()
             weights.write(tensors, self.job.model, self.folder / WEIGHTS, tokenizer)
         write_json(self.folder / RESULT, asdict(result))

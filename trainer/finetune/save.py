@@ -19,9 +19,8 @@ from torch import Tensor
 
 from data_prep.tokenizer import Tokenizer
 from trainer.batch import Rows
-from trainer.checkpoint import sync
 from trainer.errors import TrainerError
-from trainer.export import TOLERANCE, _config, random_batch
+from trainer.export import TOLERANCE, becoming, config_of, limit_length, random_batch
 from trainer.finetune.task import Task, TaskBatch, TaskModel
 from trainer.hugging_face import to_hugging_face
 from trainer.model import Bert, ModelConfig
@@ -46,29 +45,22 @@ def write_model(
 
     Raises TrainerError where transformers does not find every name, or gives other answers.
     """
-    draft = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     exports = task.export_class in HEADS and not task.hidden_head
     tensors = to_transformers(weights, model, task) if exports else weights
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
-    file = draft / ("model.safetensors" if exports else "weights.safetensors")
     own = {"model": json.dumps(asdict(model)), "tokenizer": tokenizer.sha256()}
-    save_file(tensors, file, metadata={"format": "pt"} if exports else own)
-    file.chmod(0o644)  # safetensors leaves it to its owner alone
-    tokenizer.save(draft)
-    if exports:
-        settings = draft / "tokenizer_config.json"
-        limit = {"model_max_length": model.max_positions}
-        settings.write_text(json.dumps(json.loads(settings.read_text("utf-8")) | limit, indent=2) + "\n", "utf-8")
-        (draft / "config.json").write_text(json.dumps(config(model, task), indent=2) + "\n", "utf-8")
-        said = f"{out}: {task.export_class}, {prove(draft, weights, model, task)}"
-    else:
-        said = f"{out}: transformers has no class for this head: weights under Lambert's own names"
-    for path in (*draft.iterdir(), draft):
-        sync(path)
-    shutil.rmtree(out, ignore_errors=True)
-    draft.replace(out)
+    with becoming(out) as draft:
+        file = draft / ("model.safetensors" if exports else "weights.safetensors")
+        save_file(tensors, file, metadata={"format": "pt"} if exports else own)
+        file.chmod(0o644)  # safetensors leaves it to its owner alone
+        tokenizer.save(draft)
+        if exports:
+            limit_length(draft, model)
+            (draft / "config.json").write_text(json.dumps(config(model, task), indent=2) + "\n", "utf-8")
+            said = f"{out}: {task.export_class}, {prove(draft, weights, model, task)}"
+        else:
+            said = f"{out}: transformers has no class for this head: weights under Lambert's own names"
+        shutil.rmtree(out, ignore_errors=True)
     tell(said)
 
 
@@ -85,7 +77,7 @@ def to_transformers(weights: dict[str, Tensor], model: ModelConfig, task: Task) 
 
 def config(model: ModelConfig, task: Task) -> dict[str, Any]:
     """config.json of the exported folder."""
-    tree = {name: value for name, value in _config(model).items() if name != "tie_word_embeddings"}
+    tree = {name: value for name, value in config_of(model).items() if name != "tie_word_embeddings"}
     tree |= {"architectures": [task.export_class], "classifier_dropout": None if task.drops else 0.0}
     labels = task.labels or tuple(f"LABEL_{number}" for number in range(task.outputs))
     if task.export_class != "BertForQuestionAnswering":  # its two outputs are the first and the last place

@@ -71,6 +71,10 @@ def choose(given: Pretrained, task: Task, tell: Callable[[str], None]) -> dict[s
     lacking = [name for name in own if name not in given.weights]
     if lacking and not all(name.startswith(_POOLER) for name in lacking):
         raise TrainerError(f"--model lacks {len(lacking)} tensors of the encoder, {lacking[0]} first: it is not whole")
+    for name, shape in own.items():
+        if name in given.weights and given.weights[name].shape != shape:
+            seen = tuple(given.weights[name].shape)
+            raise TrainerError(f"--model has {name} of {seen}, its configuration says {tuple(shape)}: is it damaged?")
     if lacking:
         tell("the model has no pooler: it is drawn from the seed, as the head is")
     if unused := sorted({_head(name) for name in given.weights if name not in own}):

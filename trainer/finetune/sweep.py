@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
-from trainer.finetune.data import Part, read_part
+from trainer.finetune.data import Part
 from trainer.finetune.options import Setting
 from trainer.finetune.predict import write_predictions
-from trainer.finetune.result import Result, read_result, write_json
+from trainer.finetune.result import Result, read_json, read_result, write_json
 from trainer.finetune.run import WEIGHTS, Job, Run
 from trainer.finetune.save import write_model
 from trainer.finetune.score import Answers, answer, judge
@@ -123,9 +123,9 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
     }
     path = options.out / RESULTS
     together(lambda: write_json(path, tree) if world.is_main else None, world)  # also if none can be chosen
-    best = choose(rows, results, measure)
+    best = together(partial(choose, rows, results, measure), world)  # so that one rank says what fails
     folder = options.out / Setting(**best.setting).folder(best.seed)  # type: ignore[arg-type]
-    weights = together(lambda: read(folder / WEIGHTS, say).tensors, world)
+    weights = together(partial(_weights, folder), world)
     model = TaskModel(job.model, job.task, best.seed)
     model.load_state_dict(weights)
     precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
@@ -145,14 +145,24 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
     return tree
 
 
+def _weights(folder: Path) -> dict[str, Tensor]:
+    """Of a run that has ended. Raises TrainerError where an earlier command found a better seed, and kept its alone."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise TrainerError(
+            f"{folder} has no weights any more, since another seed of its setting did better: name that in --seeds, "
+            "too, or another --out"
+        )
+    return read(path, say).tensors
+
+
 def _score(job: Job, model: TaskModel, test: Part | None, world: World) -> tuple[dict[str, Any], tuple[Part, Answers]]:
     """Figures of the further files, and the answers that are to be written: of test where there is one, else of dev."""
     options = job.options
     scores: dict[str, Any] = {}
-    for path in options.also:
-        part = together(partial(read_part, path, job.task, job.tokenizer.encoder, options.recipe.length), world)
+    for part in job.also:
         answers = answer(model, part.table, world)
-        scores.setdefault("also", {})[str(path)] = judge(answers, part, job.task, world).figures
+        scores.setdefault("also", {})[str(part.path)] = judge(answers, part, job.task, world).figures
     if test is None and options.predict is None:
         return scores, (job.dev, [])
     part = test or job.dev
@@ -166,10 +176,12 @@ def _require_same(job: Job) -> None:
     """The folder of results must be of the same task, data and model, all but the settings and seeds."""
     path = job.options.out / SETTINGS
     job.options.out.mkdir(parents=True, exist_ok=True)
+    if job.options.predict is not None:  # whoever cannot write there should not learn it in the end
+        job.options.predict.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         write_json(path, job.identity)
         return
-    then = json.loads(path.read_text(encoding="utf-8"))
+    then = read_json(path)
     different = [
         f"{key} was {then.get(key)}, now {value}" for key, value in job.identity.items() if then.get(key) != value
     ]

@@ -62,11 +62,15 @@ class TagTask:
 
     @classmethod
     def of(cls, training: Path, tell: Callable[[str], None] = _log.warning) -> TagTask:
-        """The task whose labels are those of the training file. TrainerError where it holds no entity."""
+        """The task whose labels are O, and B- and I- of each type in the training file. TrainerError without one.
+
+        A small file may hold no entity of two words of a type that others have.
+        """
         tags = {tag for sentence in read_sentences(training, lambda _: None) for tag in sentence.tags} - {OUTSIDE}
         if not tags:
             raise TrainerError(f"{training}: no word has a tag other than O; there is nothing to learn from")
-        return cls((OUTSIDE, *sorted(tags)), tell)
+        kinds = sorted({tag[2:] for tag in tags})
+        return cls((OUTSIDE, *(f"{first}-{kind}" for first in "BI" for kind in kinds)), tell)
 
     @property
     def outputs(self) -> int:
