@@ -3,8 +3,8 @@
     out[place … place + n] ← gradient, rounded                    the first of several, or the only one
     out[place … place + n] ← total[place … place + n] + gradient  the next ones; ``total`` may be ``out``
 
-Sums are fp32, whatever the dtypes. A tensor whose place is not a multiple of 8 elements, or whose memory does not begin
-at 16 bytes, would be read a number at a time: PyTorch moves those few.
+Sums are fp32, whatever the dtypes. What does not come in eights would be read a number at a time, so PyTorch moves it:
+up to 7 elements at a tensor's end, and a tensor whose place is no multiple of 8 or whose memory begins anywhere.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Places:
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    table: Tensor  # (U, 4) int64: tensor, its block, its place / ALIGNED, its length
+    table: Tensor  # (U, 4) int64: tensor, its block, its place / ALIGNED, its length / ALIGNED
     pointers: Tensor  # (K,) int64, where the gradients are
-    seen: list[int]  # the same on the host
+    seen: list[int]  # what the pointers were made from: they go to the device only where they change
 
 
 def make_places(offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> Places:
     """The table of tensors that begin at ``offsets`` and have so many elements."""
     rows = [
-        [tensor, block, offset // ALIGNED, length]
+        [tensor, block, offset // ALIGNED, length // ALIGNED]
         for tensor, (offset, length) in enumerate(zip(offsets, lengths, strict=True))
         if offset % ALIGNED == 0
-        for block in range(-(-length // BLOCK))
+        for block in range(-(-(length // ALIGNED * ALIGNED) // BLOCK))
     ]
     table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
     return Places(
@@ -52,17 +52,18 @@ def accumulate_reference(out: Tensor, gradients: Sequence[Tensor | None], places
         _move(out, gradient, offset, length, total)
 
 
-def _move(out: Tensor, gradient: Tensor | None, offset: int, length: int, total: Tensor | None) -> None:
-    own = out[offset : offset + length]
-    value = torch.zeros((), device=out.device) if gradient is None else gradient.reshape(-1).float()
-    own.copy_(value if total is None else total[offset : offset + length].float() + value)
+def _move(out: Tensor, gradient: Tensor | None, offset: int, length: int, total: Tensor | None, first: int = 0) -> None:
+    """A tensor's elements from ``first`` on."""
+    own = slice(offset + first, offset + length)
+    value = torch.zeros((), device=out.device) if gradient is None else gradient.reshape(-1)[first:].float()
+    out[own].copy_(value if total is None else total[own].float() + value)
 
 
 @triton.jit
 def _accumulate_kernel(
     out,  # (size,) fp32, fp16 or bf16
     total,  # (size,) fp32; not read without ADD
-    pointers,  # (K,) int64; 0: no gradient
+    pointers,  # (K,) int64; 0: no gradient, or one that PyTorch moves
     table,  # (U, 4) int64
     SOURCE: tl.constexpr,  # the gradients' dtype
     ADD: tl.constexpr,
@@ -72,8 +73,8 @@ def _accumulate_kernel(
     address = tl.load(pointers + tl.load(row))
     start = tl.load(row + 1) * BLOCK
     at = start + tl.arange(0, BLOCK)
-    mask = at < tl.load(row + 3)
-    gradient = tl.multiple_of(address.to(tl.pointer_type(SOURCE)), 16)
+    mask = at < tl.load(row + 3) * 8  # so written, the compiler knows that eight elements are in it or none
+    gradient = tl.multiple_of(address.to(tl.pointer_type(SOURCE)), 16)  # true of every address here, 0 among them
     value = tl.load(gradient + at, mask=mask & (address != 0), other=0.0).to(tl.float32)
     place = tl.load(row + 2) * 8 + at
     if ADD:
@@ -84,14 +85,15 @@ def _accumulate_kernel(
 def accumulate(out: Tensor, gradients: Sequence[Tensor | None], places: Places, total: Tensor | None = None) -> None:
     """Set ``out`` (size,) to ``total`` (size,) fp32, or to nothing, plus the gradients, contiguous and of one dtype.
 
-    What lies between the tensors is left as it is.
+    None is a gradient of zeros. What lies between the tensors is left as it is. Raises ValueError for gradients that
+    are not contiguous, or of several dtypes, where the kernel is to read them.
     """
     if not fused(out):
         accumulate_reference(out, gradients, places, total)
         return
     given = [gradient for gradient in gradients if gradient is not None]
-    dtypes = {gradient.dtype for gradient in given}
-    if len(dtypes) != 1 or not all(gradient.is_contiguous() for gradient in given):
+    dtypes = {gradient.dtype for gradient in given} or {out.dtype}
+    if len(dtypes) > 1 or not all(gradient.is_contiguous() for gradient in given):
         raise ValueError(f"gradients are of {sorted(map(str, dtypes))}; they must be contiguous, and of one dtype")
     addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
     by_kernel = [
@@ -109,5 +111,6 @@ def accumulate(out: Tensor, gradients: Sequence[Tensor | None], places: Places, 
             *buffers, SOURCE=source, ADD=total is not None, BLOCK=BLOCK, num_warps=8
         )
     for gradient, offset, length, fits in zip(gradients, places.offsets, places.lengths, by_kernel, strict=True):
-        if not fits:
-            _move(out, gradient, offset, length, total)
+        done = length // ALIGNED * ALIGNED if fits else 0
+        if done < length:
+            _move(out, gradient, offset, length, total, done)

@@ -59,6 +59,16 @@ def test_memory_that_begins_anywhere_is_read_right() -> None:
     assert out[9:16].isnan().all()
 
 
+def test_no_gradient_at_all_is_one_of_zeros() -> None:
+    """And where nothing lies in the buffer, nothing is done."""
+    out = torch.full((8,), 3.0, device=DEVICE)
+    with backend.using("triton"):
+        accumulate(out, [], make_places([], [], DEVICE))
+        assert out.tolist() == [3.0] * 8
+        accumulate(out, [None, None], make_places([0, 6], [2, 2], DEVICE))
+    assert out.tolist() == [0.0, 0.0, 3.0, 3.0, 3.0, 3.0, 0.0, 0.0]
+
+
 def test_gradients_that_do_not_fit_are_refused() -> None:
     places = make_places([0, 16], [4, 4], DEVICE)
     out, half = torch.zeros(24, device=DEVICE), torch.ones(4, device=DEVICE).half()

@@ -1,11 +1,15 @@
 """Gradients in half precision under ZeRO 1 and 2: added up in fp32, reduced and stepped by, in few launches.
 
 DeepSpeed lays the weights out and cuts them; between a backward and the next forward it then works parameter by
-parameter, in Python, and BERT-Large has 390: on two H200s that cost 51 % of a step (docs/lab.md). Here a backward's
-gradients move in one launch, and one collective each reduces them and brings the weights back.
+parameter, in Python, and BERT-Large has 390. Here a backward's gradients move in one launch, one collective reduces
+them, and one brings the weights back.
 
-    stage 1: sums over the micro-batches on each rank, whole; one reduction a step
-    stage 2: sums of this rank's share alone; a reduction a micro-batch
+    stage 1: each rank adds up its own micro-batches, all parameters, and reduces once a step
+    stage 2: each rank reduces every micro-batch, and adds up its share alone
+
+Kept from step to step, in bytes a parameter: 2 for the row that is reduced; on GPUs 2 / ranks for what comes of it;
+and, after a step of several micro-batches until one of a single one, 4 (stage 1) or 4 / ranks (stage 2) for the sums.
+While a row is filled, the gradients that autograd left are there, too.
 """
 
 from __future__ import annotations
@@ -23,58 +27,63 @@ class Gradients:
     """One rank's gradients of ``halves``, from backward to the new weights. Every rank makes every call."""
 
     def __init__(self, halves: Halves, zero_stage: int, optimizer: LambertOptimizer) -> None:
-        flat, self.halves, self.optimizer = halves.flat, halves, optimizer
-        self.whole = zero_stage == 1  # whether sums are
+        flat, share = halves.flat, halves.share
+        self.halves, self.optimizer, self.whole = halves, optimizer, zero_stage == 1
+        self.ranks = flat.numel() // share.numel()  # DeepSpeed pads the row, so shares are equal and not empty
         self.places = make_places([at for _, at in halves.placed], [p.numel() for p, _ in halves.placed], flat.device)
-        self.own_places = make_places([0], [halves.share.numel()], flat.device)
-        self.reduced = torch.zeros_like(flat)  # what goes over the ranks; its padding stays zero
-        self.sums: Tensor | None = None  # (size,) or (size / ranks,) fp32, once there are several micro-batches
-        self.own = self.reduced  # what this rank steps by: its share, fp16, bf16 or fp32
-        optimizer.copies = [halves.share]
+        self.own_places = make_places([0], [share.numel()], flat.device)
+        self.row = torch.zeros_like(flat)  # (size,), what goes over the ranks
+        self.sums: Tensor | None = None  # fp32, (size,) at stage 1, else (size / ranks,); None for one micro-batch
+        self.own: Tensor | None = None  # (size / ranks,), what the step goes by: of the reduced row, or the sums
+        optimizer.copies = [share]
 
+    @torch.no_grad()
     def add(self, first: bool, last: bool) -> None:
-        """Take the gradients that a backward left; ``last``: of this step, which then has what it steps by."""
+        """Take the gradients that a backward left, of the step's ``first`` or ``last`` micro-batch, or both."""
         given = [parameter.grad for parameter, _ in self.halves.placed]
         for parameter, _ in self.halves.placed:
-            parameter.grad = None
-        if self.sums is None and not last:
-            size = self.reduced.numel() if self.whole else self.halves.share.numel()
-            self.sums = torch.zeros(size, dtype=torch.float32, device=self.reduced.device)
-        before = None if first else self.sums
+            parameter.grad = None  # ``given`` holds them until the launch; later work waits for it, on the same stream
+        if first:
+            self.sums = None if last else self._new_sums()
+        before = None if first else self.sums  # what the micro-batches before this one came to
         if self.whole and not last:
             assert self.sums is not None
             accumulate(self.sums, given, self.places, before)
             return
-        accumulate(self.reduced, given, self.places, before if self.whole else None)
+        accumulate(self.row, given, self.places, before if self.whole else None)
         self.own = self._reduce()
-        if not self.whole and not (first and last):
-            assert self.sums is not None
+        if self.sums is not None and not self.whole:
             accumulate(self.sums, [self.own], self.own_places, before)
             self.own = self.sums
 
     def step(self) -> bool:
-        """Move the weights on all ranks; or on none, and False, where any gradient overflowed. Waits for the device."""
+        """Move the weights on all ranks; or nothing on any, and False, where a gradient overflowed on one of them.
+
+        Waits for the device: whether to step is decided here, from the ranks' common sum of squares.
+        """
+        assert self.own is not None
         squares = self.optimizer.square_sum([self.own])
         whole = self.optimizer.complete(squares.clone())
         if not bool(whole.isfinite()):
             return False
         self.optimizer.move([self.own], squares, whole)
-        if self._ranks > 1:
-            own = self.halves.share if self.reduced.is_cuda else self.halves.share.clone()  # gloo takes no overlap
+        if self.ranks > 1:
+            own = self.halves.share if self.row.is_cuda else self.halves.share.clone()  # NCCL gathers in place
             dist.all_gather_into_tensor(self.halves.flat, own)
         return True
 
-    @property
-    def _ranks(self) -> int:
-        return self.halves.flat.numel() // self.halves.share.numel()
+    def _new_sums(self) -> Tensor:
+        """The sums of the last step, to be written over, if there are any. Padding is never written: it stays zero."""
+        size = self.row.numel() if self.whole else self.halves.share.numel()
+        return torch.zeros(size, dtype=torch.float32, device=self.row.device) if self.sums is None else self.sums
 
     def _reduce(self) -> Tensor:
-        """This rank's share of the sum over the ranks."""
-        if self._ranks == 1:
-            return self.reduced
-        if self.reduced.is_cuda:
+        """This rank's share of the row, summed over the ranks."""
+        if self.ranks == 1:
+            return self.row
+        if self.row.is_cuda:
             own = torch.empty_like(self.halves.share)
-            dist.reduce_scatter_tensor(own, self.reduced)
+            dist.reduce_scatter_tensor(own, self.row)
             return own
-        dist.all_reduce(self.reduced)
-        return self.reduced.chunk(self._ranks)[dist.get_rank()]
+        dist.all_reduce(self.row)
+        return self.row.chunk(self.ranks)[dist.get_rank()]

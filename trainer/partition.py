@@ -85,11 +85,16 @@ class Halves(NamedTuple):
 
 
 def take_halves(engine: Any) -> Halves | None:
-    """The row of a freshly initialised engine, whose hooks on gradients are taken away; None where there is none."""
+    """The row of a freshly initialised engine, whose hooks on gradients are taken away; None where there is none.
+
+    Raises TrainerError where DeepSpeed is laid out in another way than this file knows.
+    """
     zero = engine.optimizer
     if type(zero).__name__ != "DeepSpeedZeroOptimizer" or zero.dtype == torch.float32:
         return None
     _require(len(zero.bit16_groups_flat) == 1, "several groups")
+    ranks, rank = dist.get_world_size(), dist.get_rank()  # trainer/gradients.py reduces over all of them
+    _require(dist.get_world_size(zero.dp_process_group) == ranks, "a group of some ranks")
     [flat], [parameters] = zero.bit16_groups_flat, zero.round_robin_bit16_groups
     placed = tuple(zip(parameters, zero.round_robin_bit16_offsets[0], strict=True))
     begin = flat.data_ptr()
@@ -97,7 +102,8 @@ def take_halves(engine: Any) -> Halves | None:
     for hook in zero._grad_acc_hooks:
         hook.remove()
     [shares] = zero.parallel_partitioned_bit16_groups
-    return Halves(flat, shares[dist.get_rank(zero.dp_process_group)], placed)
+    _require({len(share) for share in shares} == {len(flat) // ranks}, "unequal shares")
+    return Halves(flat, shares[rank], placed)
 
 
 def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
