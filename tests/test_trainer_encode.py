@@ -22,6 +22,7 @@ from data_prep.tokenizer import load_tokenizer, train_tokenizer
 from trainer import encode, export
 from trainer.encode import Pooling, main
 from trainer.errors import TrainerError
+from trainer.finetune.task import fit
 from trainer.model import Bert, ModelConfig
 from trainer.vectors import Part, Text, write_npy
 from trainer.weights import load_bert
@@ -163,7 +164,7 @@ def test_long_texts_are_cut_and_counted(folder: Path, tmp_path: Path, capsys: py
     assert "trainer.encode: 2 of 4 texts were cut to 12 tokens" in capsys.readouterr().err
     assert (vectors[1] == vectors[3]).all()  # ten words and two control tokens
     for sizes, kept in (((3, 20), (3, 6)), ((20, 3), (6, 3)), ((20, 20), (5, 4)), ((4, 20), (4, 5))):
-        assert encode._fit(*sizes, 9) == kept
+        assert fit(*sizes, 9) == kept
     assert main(["--model", str(folder), "--out", str(tmp_path / "cut.npy"), "the"]) == 2
     assert "cut.npy is already there" in capsys.readouterr().err
 

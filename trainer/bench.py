@@ -135,16 +135,21 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
     return statistics.median(times)
 
 
-def parts(run: Callable[[], object]) -> dict[str, float]:
-    """GPU milliseconds of one ``run`` by what it is spent on, the largest first."""
+def by_kernel(run: Callable[[], object]) -> dict[str, float]:
+    """GPU milliseconds of one ``run`` by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
+    return {event.key: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+
+
+def parts(run: Callable[[], object]) -> dict[str, float]:
+    """GPU milliseconds of one ``run`` by what it is spent on, the largest first."""
     spent: dict[str, float] = {}
-    for event in profile.key_averages():
-        name = event.key.lower()
-        part = next((part for part, marks in PARTS.items() if any(mark in name for mark in marks)), "rest")
-        spent[part] = spent.get(part, 0.0) + event.self_device_time_total / 1e3
+    for name, ms in by_kernel(run).items():
+        fits = (part for part, marks in PARTS.items() if any(mark in name.lower() for mark in marks))
+        part = next(fits, "rest")
+        spent[part] = spent.get(part, 0.0) + ms
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 

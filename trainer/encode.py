@@ -32,7 +32,7 @@ from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer.batch import Rows
 from trainer.errors import TrainerError
 from trainer.finetune.lines import loads
-from trainer.finetune.task import Example, collate, pack
+from trainer.finetune.task import Example, collate, fit, pack
 from trainer.model import Bert, pool
 from trainer.vectors import Part, Text, write_npy, write_parquet
 from trainer.weights import load_bert
@@ -93,7 +93,7 @@ def to_examples(texts: Sequence[Text], tokenizer: Tokenizer, longest: int, marke
         a, b = first[number], second[number]
         if not a.ids or (text.second is not None and not b.ids):
             raise TrainerError(f"{text.where}: no token in {text.first!r}")
-        kept_a, kept_b = _fit(len(a.ids), len(b.ids), longest - (2 if text.second is None else 3))
+        kept_a, kept_b = fit(len(a.ids), len(b.ids), longest - (2 if text.second is None else 3))
         example = pack(tokenizer.encoder, a.ids[:kept_a], None if text.second is None else b.ids[:kept_b])
         inside = [
             start + place
@@ -115,16 +115,6 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
         spans.append((len(clean), len(clean) + len(match[1])))
         clean, end = clean + match[1], match.end()
     return clean + text[end:], spans
-
-
-def _fit(first: int, second: int, room: int) -> tuple[int, int]:
-    """Tokens of each side that stay: the longer one loses its last, as BERT's pairs do, until both fit."""
-    if first + second <= room:
-        return first, second
-    if min(first, second) <= room // 2:
-        kept = min(first, second)
-        return (kept, room - kept) if first < second else (room - kept, kept)
-    return room - room // 2, room // 2
 
 
 # ---- tokens to vectors ---------------------------------------------------------------------------------------

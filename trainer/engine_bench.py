@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kernels.dropout import token_keys
 from trainer.batch import GlobalCounts, MicroBatch
-from trainer.bench import SIZES, micro_batch
+from trainer.bench import SIZES, by_kernel, micro_batch
 from trainer.engine import Engine, EngineConfig
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import OptimizerConfig
@@ -54,14 +54,6 @@ def bare(model: ModelConfig, batch: MicroBatch, counts: GlobalCounts, world: Wor
     return run
 
 
-def spent(run: Callable[[], object]) -> dict[str, float]:
-    """GPU milliseconds of one ``run`` by kernel."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return {event.key: event.self_device_time_total / 1e3 for event in profile.key_averages()}
-
-
 def report(stage: int, accumulations: list[int], optimizer: str, world: World, repeats: int) -> None:
     """A row for each number of micro-batches, and the kernels that the engine adds, the longest first."""
     model = SIZES["large"] if world.device.type == "cuda" else SMALL
@@ -83,7 +75,7 @@ def report(stage: int, accumulations: list[int], optimizer: str, world: World, r
         a, b = statistics.median(own), statistics.median(whole) / micro_batches
         tell(world, f"| {stage} | {micro_batches} | {a:.1f} | {b:.1f} | {100 * (b / a - 1):+.1f} % |")
         if world.device.type == "cuda":
-            before, after = spent(alone), spent(step)  # on every rank: a step is a collective
+            before, after = by_kernel(alone), by_kernel(step)  # on every rank: a step is a collective
             more = {name: ms - micro_batches * before.get(name, 0.0) for name, ms in after.items()}
             longest = sorted(more.items(), key=lambda item: -item[1])[:12]
             said = "; ".join(f"{name[:60]} {ms:.2f}" for name, ms in longest if ms > 0.05)

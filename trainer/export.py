@@ -283,21 +283,21 @@ def padded_logits(theirs: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return out.prediction_logits[present][batch.masked], out.seq_relationship_logits
 
 
-def load_transformers(folder: Path) -> Any:
-    """The folder's BertForPreTraining in fp32, evaluating; TrainerError if a name is missing or foreign."""
+def load_transformers(folder: Path, kind: str = "BertForPreTraining") -> Any:
+    """The folder's model of this class in fp32, evaluating; TrainerError if a name is missing or foreign."""
     if not (folder / "config.json").is_file():  # transformers would look for a model of this name elsewhere
         raise TrainerError(f"{folder} holds no config.json: name the folder of a Hugging Face model")
-    from transformers import BertForPreTraining
+    import transformers
     from transformers.utils import logging as reports
 
     reports.disable_progress_bar()
-    loaded: Any = BertForPreTraining.from_pretrained(
+    loaded: Any = getattr(transformers, kind).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
     model, info = loaded
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            raise TrainerError(f"{folder}: transformers finds {kind.replace('_', ' ')}: {sorted(info[kind])}")
+    for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[fault]:
+            raise TrainerError(f"{folder}: transformers finds {fault.replace('_', ' ')}: {sorted(info[fault])}")
     return model.eval()
 
 

@@ -22,7 +22,7 @@ from kernels.cross_entropy import cross_entropy
 from trainer.errors import TrainerError
 from trainer.finetune.formats import Row, read_rows
 from trainer.finetune.measures import FIGURES
-from trainer.finetune.task import TaskBatch, Unit, pack, with_targets
+from trainer.finetune.task import TaskBatch, Unit, fit, pack, with_targets
 
 _AT_ONCE = 4096  # records that are tokenised together
 Answers = Sequence[NDArray[np.float32]]
@@ -230,14 +230,8 @@ def _target(label: str | None, numbers: dict[str, float], where: str) -> float |
 
 
 def cut(first: list[int], second: list[int] | None, longest: int) -> tuple[list[int], list[int] | None]:
-    """Both so short that with [CLS] and [SEP] they have at most ``longest`` tokens; the longer one loses first.
-
-    As google-research/bert's ``_truncate_seq_pair``: its last token, and the second's where both are equally long.
-    """
+    """Both so short that with [CLS] and [SEP] they have at most ``longest`` tokens: see ``task.fit``."""
     if second is None:
         return first[: longest - 2], None
-    room = longest - 3
-    if len(first) + len(second) <= room:
-        return first, second
-    a = min(len(first), max(room - len(second), (room + 1) // 2))
-    return first[:a], second[: room - a]
+    a, b = fit(len(first), len(second), longest - 3)
+    return first[:a], second[:b]

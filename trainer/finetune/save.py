@@ -20,7 +20,7 @@ from torch import Tensor
 from data_prep.tokenizer import Tokenizer
 from trainer.batch import Rows
 from trainer.errors import TrainerError
-from trainer.export import TOLERANCE, becoming, config_of, limit_length, random_batch
+from trainer.export import TOLERANCE, becoming, config_of, limit_length, load_transformers, random_batch
 from trainer.finetune.task import Task, TaskBatch, TaskModel
 from trainer.hugging_face import to_hugging_face
 from trainer.model import Bert, ModelConfig
@@ -113,22 +113,6 @@ def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Ta
             f"{folder}: transformers' answers differ by {worst:.1e} of the largest; {TOLERANCE} is allowed"
         )
     return f"whose answers in transformers differ from ours by at most {worst:.1e} of the largest"
-
-
-def load_transformers(folder: Path, name: str) -> Any:
-    """The model of a folder, in fp32, evaluating. Raises TrainerError if a tensor is missing or foreign."""
-    import transformers
-    from transformers.utils import logging as reports
-
-    reports.disable_progress_bar()
-    loaded: Any = getattr(transformers, name).from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True
-    )
-    found, info = loaded
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            raise TrainerError(f"{folder}: transformers finds {kind.replace('_', ' ')}: {sorted(info[kind])}")
-    return found.eval()
 
 
 def _batch(rows: Rows) -> TaskBatch:

@@ -191,6 +191,17 @@ def collate(units: Sequence[Unit], samples: Sequence[int], targets: torch.dtype)
     )
 
 
+def fit(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of each side of a pair stay, so that both have at most ``room``; the longer one loses first.
+
+    As google-research/bert's ``_truncate_seq_pair``: its last token, and the second's where both are equally long.
+    """
+    if first + second <= room:
+        return first, second
+    kept = min(first, max(room - second, (room + 1) // 2))
+    return kept, room - kept
+
+
 def pack(tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None = None) -> Example:
     """[CLS] first [SEP], or [CLS] first [SEP] second [SEP], of token ids that fit already."""
     cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
