@@ -17,7 +17,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from trainer.checkpoint import load_model
 from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
-from trainer.model import Bert
+from trainer.model import Bert, ModelConfig, nsp_classes
 from trainer.remote import is_remote
 from trainer.world import World, from_launcher, join, leave
 
@@ -126,9 +125,10 @@ def evaluate(
     training = model.training
     model.eval()
     sums = torch.zeros(9, dtype=torch.float64, device=device)
-    with _telling_sums(model, mask_id):
-        for batch in _in_step(batches, device) if in_step else batches:
-            sums += torch.stack([value.double() for value in model(batch.to(device), None)])
+    for batch in _in_step(batches, device) if in_step else batches:
+        batch = batch.to(device)
+        told = model(batch, None, partial(_sums, model.model, batch, mask_id))
+        sums += torch.stack([value.double() for value in told])
     model.train(training)
     if dist.is_initialized():
         dist.all_reduce(sums)
@@ -139,25 +139,16 @@ def evaluate(
     return figures
 
 
-@contextmanager
-def _telling_sums(model: Bert, mask_id: int | None) -> Iterator[None]:
-    """Within it, ``model(batch, None)`` is :func:`_sums`: a call of the model, so what is hooked to one is done."""
-    model.forward = partial(_sums, model, mask_id)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del model.forward
-
-
-def _sums(model: Bert, mask_id: int | None, batch: MicroBatch, keys: None) -> tuple[Tensor, ...]:
+def _sums(model: ModelConfig, batch: MicroBatch, mask_id: int | None, mlm: Tensor, nsp: Tensor) -> tuple[Tensor, ...]:
     """Loss, right answers and number of all targets, of those where ``mask_id`` stands, and of the pairs: nine ()."""
-    mlm_logits, nsp_logits = model.logits(batch)  # (P, V), (B, 2)
-    mlm_logits = mlm_logits.contiguous()  # once for both
     hidden = only_mask_token(batch, mask_id).labels if mask_id is not None else torch.full_like(batch.labels, IGNORED)
-    classes = torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)  # (B,) as in the model's own forward
     out: tuple[Tensor, ...] = ()
-    for logits, labels in ((mlm_logits, batch.labels), (mlm_logits, hidden), (nsp_logits, classes)):
-        out += (*cross_entropy(logits, labels), (labels != IGNORED).sum())
+    for logits, labels, classes in (
+        (mlm, batch.labels, model.vocab_size),
+        (mlm, hidden, model.vocab_size),
+        (nsp, nsp_classes(batch), 2),
+    ):
+        out += (*cross_entropy(logits, labels, classes), (labels != IGNORED).sum())
     return out
 
 

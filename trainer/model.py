@@ -10,8 +10,9 @@ gathers and frees a whole layer at a time.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from trainer.batch import IGNORED, GlobalCounts, MicroBatch, Rows
 
 VOCAB_MULTIPLE = 64  # table rows are padded to it: matrix products want it, exports cut it off
+
+Judge = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 # Dropout sites: the embeddings' is 0, layer i's are from SITES * (i + 1) on.
 SITES = 4
@@ -211,13 +214,17 @@ class Bert(Encoder):
         self.nsp_bias = parameter(2)
         self.initialise(seed)
 
-    def forward(self, batch: MicroBatch, keys: Tensor | None = None) -> Output:
-        """The losses of a micro-batch; ``keys`` (T, 2) int32 switch dropout on, None is evaluation."""
+    def forward(self, batch: MicroBatch, keys: Tensor | None = None, judge: Judge | None = None) -> Any:
+        """The losses of a micro-batch, ``Output``; ``keys`` (T, 2) int32 switch dropout on, None is evaluation.
+
+        ``judge`` makes something else of the logits, MLM's (P, V with padding) and NSP's (B, 2): in here, so that what
+        is hooked to a call of the model is done.
+        """
         mlm_logits, nsp_logits = self._heads(self.encode(batch, keys), batch)
+        if judge is not None:
+            return judge(mlm_logits, nsp_logits)
         mlm_loss, mlm_correct = cross_entropy(mlm_logits, batch.labels, self.model.vocab_size)
-        # Class 0 is "B follows A", as in the published checkpoints.
-        classes = torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)  # (B,)
-        nsp_loss, nsp_correct = cross_entropy(nsp_logits, classes)
+        nsp_loss, nsp_correct = cross_entropy(nsp_logits, nsp_classes(batch))
         return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -233,6 +240,11 @@ class Bert(Encoder):
         mlm_logits = F.linear(y, self.token_table, self.decoder_bias)  # (P, V)
         pooled = pool(x, batch, self.pooler_weight, self.pooler_bias)  # (B, D)
         return mlm_logits, F.linear(pooled, self.nsp_weight, self.nsp_bias)  # (P, V), (B, 2)
+
+
+def nsp_classes(batch: MicroBatch) -> Tensor:
+    """NSP's targets (B,): class 0 is "B follows A", as in the published checkpoints; IGNORED where there is no B."""
+    return torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)
 
 
 def pool(x: Tensor, batch: Rows, weight: Tensor, bias: Tensor) -> Tensor:
