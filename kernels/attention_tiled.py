@@ -87,8 +87,11 @@ def _attention_tiled_forward_kernel(
 def _query_tile(
     q,  # (M, H)
     do,  # (M, H)
-    k,  # (N, H)
-    v,  # (N, H)
+    kv,  # where the sequence's keys of this head begin, (1, H)
+    values,  # how far beyond them its values are
+    stride,  # from a token to the next
+    length,
+    wide,  # (1, H), columns that there are
     log_total,  # (M,) fp32
     a,  # (M,) uint32, of dropout.row_keys, as b
     b,
@@ -98,14 +101,18 @@ def _query_tile(
     BLOCK_N: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """The weights, and their gradients less the gain: (M, N) fp32 each."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    """The weights, and their gradients less the gain, (M, N) fp32 each; the keys (N, H)."""
+    columns_n = first + tl.arange(0, BLOCK_N)
+    at, mask = kv + columns_n[:, None] * stride, (columns_n < length)[:, None] & wide
     # A column beyond the end gets weights of at most 1 that meet zeros in k and v: it adds nothing.
+    k = tl.load(at, mask=mask, other=0.0)  # (N, H)
+    v = tl.load(at + values, mask=mask, other=0.0)  # (N, H)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
     d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")
     if DROPOUT:
         d_weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), d_weights, 0.0)
-    return weights, d_weights
+    return weights, d_weights, k
 
 
 @triton.jit
@@ -148,17 +155,16 @@ def _attention_tiled_query_kernel(
     q = tl.load(qkv + base + queries[:, None] * ROW, mask=mask, other=0.0)
     do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
     log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
+    kv = qkv + base + HEADS * HEAD
     a, b = queries, queries  # of no use without dropout
     if DROPOUT:
         a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
     if EXACT:
         mean = tl.zeros((BLOCK_M,), tl.float32)
         for first in range(0, length, BLOCK_N):
-            kv_at = base + HEADS * HEAD + (first + tl.arange(0, BLOCK_N))[:, None] * ROW
-            kv_mask = (first + tl.arange(0, BLOCK_N) < length)[:, None] & wide
-            k = tl.load(qkv + kv_at, mask=kv_mask, other=0.0)  # (N, H)
-            v = tl.load(qkv + kv_at + HEADS * HEAD, mask=kv_mask, other=0.0)  # (N, H)
-            weights, d_weights = _query_tile(q, do, k, v, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT)
+            weights, d_weights, _ = _query_tile(
+                q, do, kv, HEADS * HEAD, ROW, length, wide, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT
+            )
             mean += tl.sum(weights * (d_weights * gain), 1)
     else:
         o = tl.load(out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
@@ -166,11 +172,9 @@ def _attention_tiled_query_kernel(
     tl.store(delta + stat + queries, mean, mask=row)
     dq = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
     for first in range(0, length, BLOCK_N):
-        kv_at = base + HEADS * HEAD + (first + tl.arange(0, BLOCK_N))[:, None] * ROW
-        kv_mask = (first + tl.arange(0, BLOCK_N) < length)[:, None] & wide
-        k = tl.load(qkv + kv_at, mask=kv_mask, other=0.0)  # (N, H)
-        v = tl.load(qkv + kv_at + HEADS * HEAD, mask=kv_mask, other=0.0)  # (N, H)
-        weights, d_weights = _query_tile(q, do, k, v, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT)
+        weights, d_weights, k = _query_tile(
+            q, do, kv, HEADS * HEAD, ROW, length, wide, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT
+        )
         d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
         dq = tl.dot(d_scores, k, dq, input_precision="ieee")
     tl.store(d_qkv + base + queries[:, None] * ROW, (dq * scale).to(d_qkv.dtype.element_ty), mask=mask)
