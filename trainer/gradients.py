@@ -5,7 +5,7 @@ parameter, in Python, and BERT-Large has 390. Here a backward's gradients move i
 them, and one brings the weights back.
 
     stage 1: each rank adds up its own micro-batches, all parameters, and reduces once a step
-    stage 2: each rank reduces every micro-batch, and adds up its share alone
+    stage 2: each rank reduces every micro-batch, on GPUs while the next one is computed, and adds up its share alone
 
 Kept from step to step, in bytes a parameter: 2 for the row that is reduced; on GPUs 2 / ranks for what comes of it;
 and, after a step of several micro-batches until one of a single one, 4 (stage 1) or 4 / ranks (stage 2) for the sums.
@@ -33,8 +33,15 @@ class Gradients:
         self.places = make_places([at for _, at in halves.placed], [p.numel() for p, _ in halves.placed], flat.device)
         self.own_places = make_places([0], [share.numel()], flat.device)
         self.row = torch.zeros_like(flat)  # (size,), what goes over the ranks
+        self.reduced = self.row.chunk(self.ranks)[
+            dist.get_rank()
+        ]  # (size / ranks,), this rank's share of the ranks' sum
+        if self.row.is_cuda and self.ranks > 1:
+            self.reduced = torch.empty_like(share)
+        self.reduction: dist.Work | None = None  # under way, where it is not waited for at once
         self.sums: Tensor | None = None  # fp32, (size,) at stage 1, else (size / ranks,); None for one micro-batch
-        self.own: Tensor | None = None  # (size / ranks,), what the step goes by: of the reduced row, or the sums
+        self.summed: Tensor | None = None  # ``sums`` once they hold a micro-batch of this step
+        self.own: Tensor | None = None  # (size / ranks,), what the step goes by: ``reduced``, or stage 2's ``sums``
         optimizer.copies = [share]
 
     @torch.no_grad()
@@ -44,17 +51,18 @@ class Gradients:
         for parameter, _ in self.halves.placed:
             parameter.grad = None  # ``given`` holds them until the launch; later work waits for it, on the same stream
         if first:
-            self.sums = None if last else self._new_sums()
-        before = None if first else self.sums  # what the micro-batches before this one came to
+            self.sums, self.summed = None if last else self._new_sums(), None
         if self.whole and not last:
             assert self.sums is not None
-            accumulate(self.sums, given, self.places, before)
+            accumulate(self.sums, given, self.places, self.summed)
+            self.summed = self.sums
             return
-        accumulate(self.row, given, self.places, before if self.whole else None)
-        self.own = self._reduce()
-        if self.sums is not None and not self.whole:
-            accumulate(self.sums, [self.own], self.own_places, before)
-            self.own = self.sums
+        if not (self.whole or first):
+            self._collect()  # the micro-batch before this one; the row is free again
+        accumulate(self.row, given, self.places, self.summed if self.whole else None)
+        self._reduce()
+        if last:
+            self.own = self._collect()
 
     def step(self) -> bool:
         """Move the weights on all ranks; or nothing on any, and False, where a gradient overflowed on one of them.
@@ -77,13 +85,20 @@ class Gradients:
         size = self.row.numel() if self.whole else self.halves.share.numel()
         return torch.zeros(size, dtype=torch.float32, device=self.row.device) if self.sums is None else self.sums
 
-    def _reduce(self) -> Tensor:
-        """This rank's share of the row, summed over the ranks."""
-        if self.ranks == 1:
-            return self.row
-        if self.row.is_cuda:
-            own = torch.empty_like(self.halves.share)
-            dist.reduce_scatter_tensor(own, self.row)
-            return own
-        dist.all_reduce(self.row)
-        return self.row.chunk(self.ranks)[dist.get_rank()]
+    def _reduce(self) -> None:
+        """Begin to sum the row over the ranks."""
+        if self.ranks > 1 and self.row.is_cuda:
+            self.reduction = dist.reduce_scatter_tensor(self.reduced, self.row, async_op=True)
+        elif self.ranks > 1:
+            dist.all_reduce(self.row)
+
+    def _collect(self) -> Tensor:
+        """What this step's reductions came to so far, the one under way included."""
+        if self.reduction is not None:
+            self.reduction.wait()  # the stream waits, not this thread
+            self.reduction = None
+        if self.whole or self.sums is None:
+            return self.reduced
+        accumulate(self.sums, [self.reduced], self.own_places, self.summed)
+        self.summed = self.sums
+        return self.sums
