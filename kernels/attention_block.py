@@ -42,7 +42,7 @@ def _attention_forward_block(
     DROPOUT: tl.constexpr,
 ):
     head = tl.program_id(0)
-    columns, rows = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
+    columns, rows = tl.arange(0, BLOCK_H), dropout.spread(BLOCK)  # of queries and keys
     there = rows < length
     mask = there[:, None] & (columns[None, :] < HEAD)
     at = (start.to(tl.int64) * (3 * HEADS) + head) * HEAD + rows[:, None] * (3 * HEADS * HEAD) + columns[None, :]
@@ -55,7 +55,8 @@ def _attention_forward_block(
     total = tl.sum(weights, 1)
     if DROPOUT:
         a, b = dropout.row_keys(keys, start + rows, there, site + head * dropout.HEAD_SITE)
-        weights = tl.where(dropout.kept(a, b, 0, cut, BLOCK), weights, 0.0)
+        # Zero, unknown to the compiler: with a constant it rounds first, and selects among packed halves.
+        weights = tl.where(dropout.kept_spread(a, b, 0, cut, BLOCK), weights, gain * 0.0)
     mixed = tl.dot(weights.to(v.dtype), v) * (gain / total)[:, None]  # (S, H)
     out_at = (start.to(tl.int64) * HEADS + head) * HEAD + rows[:, None] * (HEADS * HEAD) + columns[None, :]
     tl.store(out + out_at, mixed.to(out.dtype.element_ty), mask=mask)
@@ -116,7 +117,7 @@ def _attention_backward_block(
     STAGES: tl.constexpr,
 ):
     first = tl.program_id(0) * PER
-    columns, rows = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
+    columns, rows = tl.arange(0, BLOCK_H), dropout.spread(BLOCK)  # of queries and keys
     there = rows < length
     mask = there[:, None] & (columns[None, :] < HEAD)
     at = (start.to(tl.int64) * (3 * HEADS) + first) * HEAD + rows[:, None] * (3 * HEADS * HEAD) + columns[None, :]
@@ -135,19 +136,15 @@ def _attention_backward_block(
         dropped = weights
         if DROPOUT:
             a, b = dropout.row_keys(keys, start + rows, there, site + (first + i) * dropout.HEAD_SITE)
-            stays = dropout.kept(a, b, 0, cut, BLOCK)
-            dropped = tl.where(stays, weights, 0.0)
+            dropped = tl.where(dropout.kept_spread(a, b, 0, cut, BLOCK), weights, 0.0)
         dv = tl.dot(tl.trans(dropped.to(do.dtype)), do)  # (S, H), less the gain
         tl.store(d_qkv + at + (2 * HEADS + i) * HEAD, (dv * gain).to(d_qkv.dtype.element_ty), mask=mask)
-        d_weights = tl.dot(do, tl.trans(v))  # (S, S), less the gain
-        if DROPOUT:
-            d_weights = tl.where(stays, d_weights, 0.0)
-        mean = tl.sum(weights * d_weights, 1) * gain
-        d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
+        d_weights = dropped * tl.dot(do, tl.trans(v))  # (S, S), times the weights, less the gain
+        d_scores = (d_weights - weights * tl.sum(d_weights, 1)[:, None]).to(q.dtype)
         dk = tl.dot(tl.trans(d_scores), q)  # (S, H)
-        tl.store(d_qkv + at + (HEADS + i) * HEAD, (dk * scale).to(d_qkv.dtype.element_ty), mask=mask)
+        tl.store(d_qkv + at + (HEADS + i) * HEAD, (dk * (scale * gain)).to(d_qkv.dtype.element_ty), mask=mask)
         dq = tl.dot(d_scores, k)  # (S, H)
-        tl.store(d_qkv + at + i * HEAD, (dq * scale).to(d_qkv.dtype.element_ty), mask=mask)
+        tl.store(d_qkv + at + i * HEAD, (dq * (scale * gain)).to(d_qkv.dtype.element_ty), mask=mask)
 
 
 @triton.jit

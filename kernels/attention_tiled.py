@@ -27,6 +27,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _add_product(total, a, b):
+    """``total`` (M, H) fp32 + a (M, N) @ b (N, H). In fp32 the product is summed by itself: one chain of additions over
+    all tiles would err with a sequence's length. (Of a sum the compiler would make that chain; not of a difference.)
+    """
+    if a.dtype == tl.float32:
+        total = total - tl.dot(-a, b, input_precision="ieee")
+    else:
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
 def _attention_tiled_forward_kernel(
     qkv,  # (T, 3, N, H)
     cu_seqlens,  # (B + 1,) int32
@@ -62,20 +74,22 @@ def _attention_tiled_forward_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
     for first in range(0, length, BLOCK_N):
-        columns_n = first + tl.arange(0, BLOCK_N)
+        columns_n = first + dropout.spread(BLOCK_N)
         there = columns_n < length
         k_at = base + HEADS * HEAD + columns_n[:, None] * (3 * HEADS * HEAD)
         k = tl.load(k_at, mask=there[:, None] & wide, other=0.0)  # (N, H)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
-        scores = tl.where(there[None, :], scores, float("-inf"))
+        if first + BLOCK_N > length:
+            scores = tl.where(there[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2_E))
         weights = tl.exp2(scores * (scale * LOG2_E) - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
         if DROPOUT:
-            weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), weights, 0.0)
+            # Zero, unknown to the compiler: with a constant it rounds first, and selects among packed halves.
+            weights = tl.where(dropout.kept_spread(a, b, first, cut, BLOCK_N), weights, gain * 0.0)
         v = tl.load(k_at + HEADS * HEAD, mask=there[:, None] & wide, other=0.0)  # (N, H)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+        mixed = _add_product(mixed * shrink[:, None], weights.to(v.dtype), v)
         top = higher
     mixed = mixed * (gain / total)[:, None]
     out_at = out + ((start + queries).to(tl.int64)[:, None] * HEADS + head) * HEAD + columns[None, :]
@@ -102,16 +116,17 @@ def _query_tile(
     DROPOUT: tl.constexpr,
 ):
     """The weights, and their gradients less the gain, (M, N) fp32 each; the keys (N, H)."""
-    columns_n = first + tl.arange(0, BLOCK_N)
+    columns_n = first + dropout.spread(BLOCK_N)
     at, mask = kv + columns_n[:, None] * stride, (columns_n < length)[:, None] & wide
-    # A column beyond the end gets weights of at most 1 that meet zeros in k and v: it adds nothing.
     k = tl.load(at, mask=mask, other=0.0)  # (N, H)
     v = tl.load(at + values, mask=mask, other=0.0)  # (N, H)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
+    if first + BLOCK_N > length:
+        scores = tl.where((columns_n < length)[None, :], scores, float("-inf"))
+    weights = tl.exp2(scores * (scale * LOG2_E) - log_total[:, None])
     d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")
     if DROPOUT:
-        d_weights = tl.where(dropout.kept(a, b, first, cut, BLOCK_N), d_weights, 0.0)
+        d_weights = tl.where(dropout.kept_spread(a, b, first, cut, BLOCK_N), d_weights, 0.0)
     return weights, d_weights, k
 
 
@@ -176,7 +191,7 @@ def _attention_tiled_query_kernel(
             q, do, kv, HEADS * HEAD, ROW, length, wide, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT
         )
         d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
-        dq = tl.dot(d_scores, k, dq, input_precision="ieee")
+        dq = _add_product(dq, d_scores, k)
     tl.store(d_qkv + base + queries[:, None] * ROW, (dq * scale).to(d_qkv.dtype.element_ty), mask=mask)
 
 
@@ -212,7 +227,7 @@ def _attention_tiled_key_kernel(
     base = (start.to(tl.int64) * (3 * HEADS) + head) * HEAD + columns[None, :]
     o_base = (start.to(tl.int64) * HEADS + head) * HEAD + columns[None, :]
     stat = head.to(tl.int64) * tokens + start
-    columns_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns_n = tile * BLOCK_N + dropout.spread(BLOCK_N)
     kv_at = base + HEADS * HEAD + columns_n[:, None] * ROW
     kv_mask = (columns_n < length)[:, None] & wide
     k = tl.load(qkv + kv_at, mask=kv_mask, other=0.0)
@@ -224,22 +239,21 @@ def _attention_tiled_key_kernel(
         row = queries < length
         q = tl.load(qkv + base + queries[:, None] * ROW, mask=row[:, None] & wide, other=0.0)
         do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=row[:, None] & wide, other=0.0)
-        # A row beyond the end gets weights of 0.
+        # A row beyond the end gets weights of 0. A column beyond it gets anything: its gradients are not stored.
         log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
-        mean = tl.load(delta + stat + queries, mask=row, other=0.0)
+        mean = tl.load(delta + stat + queries, mask=row, other=0.0) / gain
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
-        weights = tl.exp2(tl.minimum(scores * (scale * LOG2_E) - log_total[:, None], 0.0))
+        weights = tl.exp2(scores * (scale * LOG2_E) - log_total[:, None])
         d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")  # (M, N), less the gain
         dropped = weights
         if DROPOUT:
             a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
-            stays = dropout.kept(a, b, tile * BLOCK_N, cut, BLOCK_N)
+            stays = dropout.kept_spread(a, b, tile * BLOCK_N, cut, BLOCK_N)
             dropped = tl.where(stays, weights, 0.0)
-            d_weights = tl.where(stays, d_weights, 0.0)
-        dv = tl.dot(tl.trans(dropped.to(do.dtype)), do, dv, input_precision="ieee")
-        d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
-        dk = tl.dot(tl.trans(d_scores), q, dk, input_precision="ieee")
-    tl.store(d_qkv + kv_at, (dk * scale).to(d_qkv.dtype.element_ty), mask=kv_mask)
+        dv = _add_product(dv, tl.trans(dropped.to(do.dtype)), do)
+        d_scores = (dropped * d_weights - weights * mean[:, None]).to(q.dtype)  # (M, N), less the gain
+        dk = _add_product(dk, tl.trans(d_scores), q)
+    tl.store(d_qkv + kv_at, (dk * (scale * gain)).to(d_qkv.dtype.element_ty), mask=kv_mask)
     tl.store(d_qkv + kv_at + HEADS * HEAD, (dv * gain).to(d_qkv.dtype.element_ty), mask=kv_mask)
 
 
@@ -259,7 +273,7 @@ def _launches(size: int, dtype: torch.dtype) -> tuple[_Launch, _Launch, _Launch]
         return (_Launch(32, 32, 4, 1),) * 3
     if size > 64:
         return (_Launch(64, 64, 4, 2),) * 3
-    return _Launch(128, 64, 8, 3), _Launch(128, 64, 8, 3, 128), _Launch(64, 64, 4, 2, 168)
+    return _Launch(128, 64, 8, 3), _Launch(128, 64, 8, 3, 128), _Launch(64, 64, 4, 3, 168)
 
 
 def _constants(launch: _Launch, qkv: Tensor, dropout_p: float, keys: Tensor | None) -> dict[str, Any]:

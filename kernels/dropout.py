@@ -13,9 +13,10 @@ logical right shifts, so that a GPU kernel repeats the last two in uint32 bit fo
 2. a row key (a, b) a token and site: a = mix32(key[0] + site * STEP_A), b = mix32(key[1] + site * STEP_B);
    mix32 is C. Wellons' ``lowbias32`` ("Prospecting for hash functions", 2018). Attention has a row a
    head: its site is ``site + head * HEAD``.
-3. a word for columns 2j and 2j + 1: mix32 of j * STEP_A + a, with b added after the first multiplication.
-   Its low half decides about column 2j, its high half about 2j + 1: an element is kept if its half, read
-   as a signed 16-bit number, is at least round(p * 65536) - 32768.
+3. two words for columns 4j to 4j + 3: mix32 of j * STEP_A + a, with b added after the first multiplication; the
+   second word has OTHER for the last multiplier. Word i's low half decides about column 4j + 2i, its high half
+   about the next: an element is kept if its half, read as a signed 16-bit number, is at least
+   round(p * 65536) - 32768.
 
 So p is quantised to 1/65536, and the scale 1 / (1 - p) uses the quantised p: the expectation is exact.
 """
@@ -33,6 +34,9 @@ HEAD_SITE = tl.constexpr(HEAD)  # the same, for a kernel
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # constants as signed numbers, as torch's integers are
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _MIX32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
+_OTHER = 0xAC4C1B51 - (
+    1 << 32
+)  # of Wellons' ``triple32``: over all h, any pattern of four columns comes within 5e-4 of its share
 _STEP_A = 0x9E3779B9 - (1 << 32)
 _STEP_B = 0x85EBCA6B - (1 << 32)
 
@@ -93,29 +97,53 @@ def row_keys(
     a = tl.load(keys + rows * 2, mask=mask, other=0).to(tl.uint32, bitcast=True)
     b = tl.load(keys + rows * 2 + 1, mask=mask, other=0).to(tl.uint32, bitcast=True)
     site = (rows * 0 + site).to(tl.uint32)  # a tensor, also where the launcher made a constant of it
-    return mix32(a + site * 0x9E3779B9, 0), mix32(b + site * 0x85EBCA6B, 0)
+    return mix32(a + site * 0x9E3779B9), mix32(b + site * 0x85EBCA6B)
 
 
 @triton.jit
 def kept(
     a,  # (M,) uint32, from row_keys
     b,  # (M,) uint32, likewise
-    first,  # the first column, even
+    first,  # the first column, a multiple of four
     cut,  # int: (threshold(p) - 32768) * 65536
-    COLUMNS: tl.constexpr,  # how many, a power of two
+    COLUMNS: tl.constexpr,  # how many, a power of two, at least four
 ):
-    """Stage 3 in a kernel: (M, COLUMNS), True where an element stays. A word is made once for its two columns."""
-    pairs = (first // 2 + tl.arange(0, COLUMNS // 2)).to(tl.uint32) * 0x9E3779B9
-    word = mix32(pairs[None, :] + a[:, None], b[:, None])  # (M, COLUMNS / 2)
-    # The even column's half is brought on top; what lies below cannot change the comparison.
-    halves = tl.join(word << 16, word).reshape(word.shape[0], COLUMNS)
-    return halves.to(tl.int32, bitcast=True) >= cut
+    """Stage 3 in a kernel: (M, COLUMNS), True where an element stays."""
+    return numbers(a, b, first, COLUMNS).reshape(a.shape[0], COLUMNS) >= cut
 
 
 @triton.jit
-def mix32(h, key):
-    """lowbias32 of uint32 ``h`` with ``key`` added after the first multiplication."""
-    h = (h ^ (h >> 16)) * 0x7FEB352D + key
+def kept_spread(a, b, first, cut, COLUMNS: tl.constexpr):
+    """The same of columns ``first + spread(COLUMNS)``, in that order."""
+    own = numbers(a, b, first, COLUMNS).reshape(a.shape[0], COLUMNS // 16, 4, 2, 2)
+    return tl.permute(own, 0, 1, 3, 2, 4).reshape(a.shape[0], COLUMNS) >= cut
+
+
+@triton.jit
+def spread(COLUMNS: tl.constexpr):
+    """(COLUMNS,) int32: 0 to COLUMNS - 1, sixteen at a time in the order in which columns 4j to 4j + 3 stand at
+    2j, 2j + 1, 2j + 8 and 2j + 9: one thread holds these of a tensor core's product, and makes one hash for them.
+    """
+    at = tl.arange(0, COLUMNS)
+    return (at & -16) + (at & 6) * 2 + (at & 8) // 4 + (at & 1)
+
+
+@triton.jit
+def numbers(a, b, first, COLUMNS: tl.constexpr):
+    """What stage 3 compares with ``cut``, (M, COLUMNS / 4, 2, 2) int32; below the halves stands what cannot matter."""
+    fours = (first // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32) * 0x9E3779B9
+    h = fours[None, :] + a[:, None]
+    h = (h ^ (h >> 16)) * 0x7FEB352D + b[:, None]
+    h = h ^ (h >> 15)  # (M, COLUMNS / 4)
+    words = tl.join(h * 0x846CA68B, h * 0xAC4C1B51)
+    # The last step of mix32 changes the low half alone, which is brought on top.
+    return tl.join(words ^ (words << 16), words).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def mix32(h):
+    """lowbias32 of uint32 ``h``."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
 
@@ -134,18 +162,23 @@ def _halves(keys: Tensor, site: int | Tensor, columns: int) -> Tensor:
     shifts = [site * s if isinstance(site, Tensor) else _wrap(site * s, 32) for s in steps]
     a = _mix32(keys[..., 0] + shifts[0])
     b = _mix32(keys[..., 1] + shifts[1])
-    pairs = torch.arange((columns + 1) // 2, dtype=torch.int32, device=keys.device).mul_(_STEP_A)
-    word = _mix32(a[..., None] + pairs, b[..., None])  # (..., ceil(columns / 2))
-    return word.view(torch.int16)[..., :columns]  # the low half comes first
+    fours = torch.arange((columns + 3) // 4, dtype=torch.int32, device=keys.device).mul_(_STEP_A)
+    h = _half_mixed(a[..., None] + fours, b[..., None])  # (..., ceil(columns / 4))
+    words = _xor_shift(torch.stack([h * _MIX32[1], h * _OTHER], -1), 16, 32)  # (..., ceil(columns / 4), 2)
+    return words.flatten(-2).view(torch.int16)[..., :columns]  # a word's low half comes first
 
 
-def _mix32(h: Tensor, key: Tensor | None = None) -> Tensor:
-    """lowbias32 of int32 ``h``, in place, with ``key`` added after the first multiplication."""
+def _mix32(h: Tensor) -> Tensor:
+    """lowbias32 of int32 ``h``, in place."""
+    return _xor_shift(_half_mixed(h, None).mul_(_MIX32[1]), 16, 32)
+
+
+def _half_mixed(h: Tensor, key: Tensor | None) -> Tensor:
+    """Its steps before the last multiplication, with ``key`` added after the first one."""
     h = _xor_shift(h, 16, 32).mul_(_MIX32[0])
     if key is not None:
         h.add_(key)
-    h = _xor_shift(h, 15, 32).mul_(_MIX32[1])
-    return _xor_shift(h, 16, 32)
+    return _xor_shift(h, 15, 32)
 
 
 def _mix64(h: Tensor) -> Tensor:

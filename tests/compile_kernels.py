@@ -1,6 +1,7 @@
 """Compiles every kernel for an H100, without one: the launchers run, the launches do not.
 
 A script, since the tests' own process has Triton interpret the kernels. Prints a line a kernel: its part, its name.
+On a GPU, ``compute-sanitizer --tool racecheck python tests/compile_kernels.py --launch`` launches them under a checker.
 """
 
 from __future__ import annotations
@@ -98,11 +99,11 @@ def run_optimizers() -> None:
         (HALF, pieces, replace(plain, lower=0.01, upper=0.3)),
     ):
         # as many programs as an H100 holds: the one-launch kernel is compiled for their number
-        layout = replace(make_layout(held, size, torch.device("cpu")), programs=264)
+        layout = replace(make_layout(held, size, torch.get_default_device()), programs=264)
         gradient = torch.ones(size, dtype=dtype)
         flat = Flat(torch.ones(size), torch.ones(size), torch.ones(size), gradient if dtype == HALF else None)
         gradient_square_sum(gradient, layout)
-        places = make_places([0], [size], torch.device("cpu"))
+        places = make_places([0], [size], torch.get_default_device())
         accumulate(flat.master, [gradient], places)
         accumulate(gradient, [gradient], places, flat.master)
         adam_update(flat, gradient, layout, moments, 1, 1e-3, factor)
@@ -120,7 +121,18 @@ def compile_part(part: str) -> None:
         PARTS[part]()
 
 
+def launch() -> None:
+    torch.set_default_device("cuda")
+    for part, run in PARTS.items():
+        run()
+        torch.cuda.synchronize()
+        print(part, "launched", flush=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--launch"]:
+        launch()
+        sys.exit()
     fork = multiprocessing.get_context("fork")  # the imports are there once for all
     processes = [fork.Process(target=compile_part, args=(part,)) for part in PARTS]
     for process in processes:

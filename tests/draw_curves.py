@@ -1,11 +1,12 @@
 """Trains one model in several ways on the same samples, and draws the losses over one another, by hand, on GPUs.
 
-    python tests/draw_curves.py OUT --shards SHARDS [--plan stages batches]     train; OUT gets a folder a run
+    python tests/draw_curves.py OUT --shards SHARDS [--plan kernels batches stages]     train; OUT gets a folder a run
     python tests/draw_curves.py OUT --draw docs/curves.png                      draw what is there
 
-``stages``: BERT-Base with LAMB at 8,192 sequences in fp16, under ZeRO 1, 2 and 3 on two GPUs, ZeRO 1 on one, and
-ZeRO 0 in fp32 for a shorter while. ``batches``: LAMB and Adam at 256 and 8,192 sequences over equally many samples.
-``--small`` trains a small model at small batches on CPUs, to see that the script works.
+``stages``: BERT-Base with LAMB at 8,192 sequences in fp16, under ZeRO 1, 2 and 3 on two GPUs, ZeRO 1 on one, ZeRO 1 and
+2 on four, and ZeRO 0 in fp32 for a shorter while. ``batches``: LAMB and Adam at 256 and 8,192 sequences over equally
+many samples. ``kernels``: 200 steps of the kernels and of the plain references. Four GPUs are taken. ``--small`` trains
+a small model at small batches on CPUs, to see that the script works.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,18 +41,29 @@ class Curve(NamedTuple):
     batch: int = 8192
     samples: int = 200 * 8192
     precision: str = "auto"
+    kernels: str = "auto"
 
 
 PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side, on their own GPUs
-    "stages": [
-        [Curve("ZeRO 1, 2 GPUs", (0, 1))],
-        [Curve("ZeRO 2, 2 GPUs", (0, 1), 2)],
-        [Curve("ZeRO 3, 2 GPUs", (0, 1), 3)],
-        [Curve("ZeRO 1, 1 GPU", (0,)), Curve("ZeRO 0, fp32, 1 GPU", (1,), 0, samples=30 * 8192, precision="fp32")],
+    "kernels": [
+        [
+            Curve("Triton kernels, 1,024", (0,), batch=1024, samples=200 * 1024),
+            Curve("plain references, 1,024", (1,), batch=1024, samples=200 * 1024, kernels="torch"),
+        ]
     ],
     "batches": [
-        [Curve(f"{name}, {batch:,}", (gpu,), 1, name, batch, 60 * 8192) for gpu, name in enumerate(RATES)]
-        for batch in (256, 8192)
+        [
+            Curve(f"{name}, {batch:,}", (gpu,), 1, name, batch, 60 * 8192)
+            for gpu, (name, batch) in enumerate(product(RATES, (256, 8192)))
+        ]
+    ],
+    "stages": [
+        [Curve("ZeRO 1, 2 GPUs", (0, 1)), Curve("ZeRO 2, 2 GPUs", (2, 3), 2)],
+        [
+            *(Curve("ZeRO 3, 2 GPUs", (0, 1), 3), Curve("ZeRO 1, 1 GPU", (2,))),
+            Curve("ZeRO 0, fp32, 1 GPU", (3,), 0, samples=30 * 8192, precision="fp32"),
+        ],
+        [Curve("ZeRO 1, 4 GPUs", (0, 1, 2, 3)), Curve("ZeRO 2, 4 GPUs", (0, 1, 2, 3), 2)],
     ],
 }
 
@@ -73,7 +86,10 @@ def configuration(curve: Curve, shards: Path, out: Path, small: bool) -> dict[st
         "run": {"name": curve.name, "folder": str(out / curve.name.replace(", ", "-").replace(" ", "-")), "seed": 1},
         "model": {"vocab_size": load_manifest(shards).tokenizer.vocab_size, **(SMALL if small else {})},
         "optimizer": {"name": curve.optimizer, "gradient_clipping": 1.0},
-        "engine": {"zero_stage": curve.stage, "precision": curve.precision, "initial_loss_scale": 2.0**20},
+        "engine": {
+            **{"zero_stage": curve.stage, "precision": curve.precision, "initial_loss_scale": 2.0**20},
+            "kernels": curve.kernels,
+        },
         "phases": [phase],
         "checkpoint": {"every_steps": 10**6, "keep": 1},
         "metrics": {"port": None, "log_every_steps": 10},
@@ -102,7 +118,7 @@ def train(plan: str, shards: Path, out: Path, small: bool) -> None:
 
 
 def draw(out: Path, picture: Path) -> None:
-    """Losses, the loss scale, trust ratios; and the losses by samples of the second plan. Prints what they come to."""
+    """Losses, the loss scale, trust ratios; and the losses of the other plans. Prints what they come to."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,7 +138,7 @@ def draw(out: Path, picture: Path) -> None:
             print(f"{curve.name}: {len(steps)} steps, {skipped} skipped, mean loss of the last {len(last)} {mean:.4f}")
             kept = steps if curve.batch > 256 else steps[::32]
             line = {"label": curve.name, "linewidth": 1.0, "alpha": 0.8}
-            if plan == "batches":
+            if plan != "stages":
                 axes[1, 1].plot([r["position"] / 1e6 for r in kept], [r["loss"] for r in kept], **line)
                 continue
             axes[0, 0].plot([r["position"] / 1e6 for r in kept], [r["loss"] for r in kept], **line)
@@ -134,7 +150,7 @@ def draw(out: Path, picture: Path) -> None:
                 )
     axes[0, 1].set_yscale("log", base=2)
     axes[1, 0].set_yscale("log")
-    titles = ("loss, LAMB at 8,192", "loss scale", "trust ratios: least, mean, largest", "loss, other batches")
+    titles = ("loss, LAMB at 8,192", "loss scale", "trust ratios: least, mean, largest", "loss, other runs")
     for axis, title in zip(axes.flat, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("millions of samples")

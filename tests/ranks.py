@@ -63,10 +63,14 @@ class Forked:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago, below those that systems give to whoever connects."""
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port := secrets.randbelow(12000) + 20000))
+            except OSError:
+                continue
+            return port
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

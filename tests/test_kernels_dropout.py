@@ -28,9 +28,9 @@ def mix64(h: int) -> int:
     return xor_shift(h, 31)
 
 
-def mix32(h: int, key: int = 0) -> int:
+def mix32(h: int, key: int = 0, last: int = 0x846CA68B) -> int:
     h = (xor_shift(h, 16) * 0x7FEB352D + key) % 2**32
-    return xor_shift(xor_shift(h, 15) * 0x846CA68B % 2**32, 16)
+    return xor_shift(xor_shift(h, 15) * last % 2**32, 16)
 
 
 def half(seed: int, step: int, sample: int, position: int, site: int, column: int) -> int:
@@ -40,7 +40,7 @@ def half(seed: int, step: int, sample: int, position: int, site: int, column: in
         key = mix64(((key ^ part) + 0x9E3779B97F4A7C15) % 2**64)
     a = mix32((key % 2**32 + site * 0x9E3779B9) % 2**32)
     b = mix32(((key >> 32) + site * 0x85EBCA6B) % 2**32)
-    word = mix32((column // 2 * 0x9E3779B9 + a) % 2**32, b)
+    word = mix32((column // 4 * 0x9E3779B9 + a) % 2**32, b, 0xAC4C1B51 if column % 4 >= 2 else 0x846CA68B)
     value = word >> 16 if column % 2 else word & 0xFFFF
     return value - 65536 if value >= 32768 else value
 
@@ -58,7 +58,7 @@ def test_masks_never_change_between_versions() -> None:
     keys = some_keys(seed=1, step=2, sample=3, rows=2)
     assert keys.tolist() == [[-1647408985, 307793280], [-1229467011, -1501625527]]
     word = dropout.keep(keys, 4, 32, 0.5).long() @ (1 << torch.arange(32))
-    assert word.tolist() == [443858227, 110218118]
+    assert word.tolist() == [1810992003, 3035571358]
 
 
 @pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9])
@@ -86,10 +86,21 @@ def test_the_16_bit_numbers_are_uniform(bits: range) -> None:
     assert abs(chi_square - 255) < 5 * (2 * 255) ** 0.5
 
 
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_the_four_columns_of_a_hash_are_independent(p: float) -> None:
+    kept = dropout.keep(some_keys(), 7, 4 * COLUMNS, p).view(-1, 4).long()  # (524,288, 4)
+    counts = torch.bincount(kept @ torch.tensor([8, 4, 2, 1]), minlength=16).double()
+    stay = 1 - dropout.threshold(p) / 65536
+    shares = torch.tensor([stay ** (n := pattern.bit_count()) * (1 - stay) ** (4 - n) for pattern in range(16)])
+    expected = shares.double() * len(kept)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 44.3  # 15 degrees of freedom, p = 1e-4
+
+
 MASK: Tensor = dropout.keep(some_keys(), 0, COLUMNS, 0.5)
 NEIGHBOURS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "columns": lambda: (MASK[:, :-1], MASK[:, 1:]),
     "pairs of columns": lambda: (MASK[:, :-2], MASK[:, 2:]),
+    "fours of columns": lambda: (MASK[:, :-4], MASK[:, 4:]),
     "rows": lambda: (MASK[:-1], MASK[1:]),
     "diagonals": lambda: (MASK[:-1, :-1], MASK[1:, 1:]),
     "sites": lambda: (MASK, dropout.keep(some_keys(), 1, COLUMNS, 0.5)),

@@ -243,3 +243,28 @@ def test_steps_repeat_bit_for_bit() -> None:
         found = [share.inside(buffer) for buffer in state if buffer is not None] + [sums]
         expected = expected or [*found[:-1], sums.clone()]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@gpu
+def test_steps_are_deepspeeds_fused_lamb() -> None:
+    """Without bias correction and within its bounds. With it, DeepSpeed scales the step, and not what the trust ratio
+    is taken of: its directions' norms are off by the correction. It adapts tensors that have no decay, too.
+    """
+    from deepspeed.ops.lamb import FusedLamb
+
+    moments, decays = replace(MOMENTS, bias_correction=False, lower=0.01, upper=10.0), [0.01] * len(SIZES)
+    weights, gradients = some_weights(), [draw(sum(SIZES), step) * step for step in range(1, 21)]
+    shares = share_out(SIZES, decays, [])
+    with backend.using("triton"):
+        states, _ = steps(shares, weights, gradients, moments)
+    theirs = [torch.nn.Parameter(part.clone().cuda()) for part in torch.split(weights, SIZES)]
+    constants = {"betas": (moments.beta1, moments.beta2), "eps": moments.epsilon, "weight_decay": 0.01}
+    lamb = FusedLamb(theirs, RATE, bias_correction=False, min_coeff=0.01, max_coeff=10.0, **constants)
+    for gradient in gradients:
+        clipped = gradient * min(1.0, CLIP / float(gradient.norm()))
+        for parameter, part in zip(theirs, torch.split(clipped, SIZES), strict=True):
+            parameter.grad = part.cuda()
+        lamb.step()
+    for k, (own, other) in enumerate(zip(gathered(shares, states, SIZES), theirs, strict=True)):
+        assert float((own - other.detach()).norm() / other.detach().norm()) < 1e-6, k

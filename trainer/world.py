@@ -152,6 +152,8 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # a GPU that is there but not wanted misleads DeepSpeed
     if world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first cuBLAS call
+        # NCCL's blocks go first: behind matrix products that fill the device, those of two ranks meet late, and spin
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         torch.cuda.set_device(world.device)
         torch.use_deterministic_algorithms(True)
         torch.set_float32_matmul_precision("highest")  # NVIDIA's images make fp32 TF32 by an environment variable
