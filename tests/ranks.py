@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import secrets
 import socket
 import subprocess
 import sys

@@ -1,0 +1,87 @@
+"""A projection whose epilogue adds the bias and applies GELU, beside a plain one with Lambert's kernel after it.
+
+    python -m kernels.epilogue_bench
+
+BERT-Large's first feed-forward product, 32,768 tokens, fp16: (T, 1,024) @ (1,024, 4,096). Backward needs the value
+before GELU, so an epilogue writes two results. cuBLASLt's epilogue has the tanh form alone, and PyTorch's binding does
+not give the value before it: its row is a bound, not a candidate. The last row is what a bias gradient costs by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import tl, triton
+from kernels.bias_gelu import bias_gelu
+
+TOKENS, HIDDEN, WIDE = 32_768, 1_024, 4_096
+
+
+@triton.jit
+def _matmul_gelu_kernel(
+    x,  # (T, K)
+    weight,  # (N, K)
+    bias,  # (N,)
+    before,  # (T, N)
+    out,  # (T, N)
+    T,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr,  # tiles of rows that share the weights' tiles in L2
+):
+    tile = tl.program_id(0)
+    group = tile // (TOGETHER * (N // BLOCK_N))
+    row = group * TOGETHER + tile % TOGETHER
+    column = tile % (TOGETHER * (N // BLOCK_N)) // TOGETHER
+    x_tiles = tl.make_tensor_descriptor(x, [T, K], [K, 1], [BLOCK_M, BLOCK_K])
+    weight_tiles = tl.make_tensor_descriptor(weight, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a, b = x_tiles.load([row * BLOCK_M, k]), weight_tiles.load([column * BLOCK_N, k])
+        total = tl.dot(a, b.T, total)
+    total += tl.load(bias + column * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.float32)[None, :]
+    value = 0.5 * total * (1 + tl.erf(total * 0.7071067811865476))
+    at = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None] * N + (column * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    tl.store(before + at, total.to(tl.float16))
+    tl.store(out + at, value.to(tl.float16))
+
+
+def by_triton(x: Tensor, weight: Tensor, bias: Tensor, block: tuple[int, int, int], warps: int, stages: int) -> Tensor:
+    before, out = x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight))
+    grid = (len(x) // block[0] * (len(weight) // block[1]),)
+    _matmul_gelu_kernel[grid](
+        *(x, weight, bias, before, out, len(x), len(weight), x.shape[1], *block, 8), num_warps=warps, num_stages=stages
+    )
+    return out
+
+
+def main() -> None:
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    torch.manual_seed(1)
+    x, weight = torch.randn(TOKENS, HIDDEN).cuda().half(), (torch.randn(WIDE, HIDDEN) / 32).cuda().half()
+    bias = torch.randn(WIDE).cuda().half()
+    exact = F.gelu(F.linear(x.float(), weight.float(), bias.float()))
+    rows = {
+        "product alone": lambda: F.linear(x, weight),
+        "product, then bias + GELU": lambda: bias_gelu(F.linear(x, weight), bias, "none"),
+        "cuBLASLt's epilogue, tanh, one result": lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True),
+    }
+    shapes = (((128, 256, 64), 8, 3), ((128, 256, 64), 8, 4), ((128, 128, 64), 4, 4), ((128, 128, 64), 8, 4))
+    for block, warps, stages in (*shapes, ((256, 128, 64), 8, 3)):
+        name = f"Triton's epilogue, two results, {'x'.join(map(str, block))}, {warps} warps, {stages} stages"
+        rows[name] = lambda block=block, warps=warps, stages=stages: by_triton(x, weight, bias, block, warps, stages)  # type: ignore[misc]
+    rows["a bias gradient by itself, 1,024 wide"] = lambda: x.sum(0)
+    for name, run in rows.items():
+        with torch.no_grad():
+            out = run()
+            off = f"{float((out.float() - exact).abs().max()):.1e}" if out.shape == exact.shape else ""
+            print(f"| {name} | {triton.testing.do_bench(run, return_mode='median'):.3f} ms | {off} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
