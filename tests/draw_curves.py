@@ -4,9 +4,9 @@
     python tests/draw_curves.py OUT --draw docs/curves.png                      draw what is there
 
 ``stages``: BERT-Base with LAMB at 8,192 sequences in fp16, under ZeRO 1 and 2 on two GPUs and ZeRO 1 on four; ZeRO 3,
-and ZeRO 1 on one GPU, for half as long; ZeRO 0 in fp32 for 30 steps. ``batches``: LAMB and Adam at 256 and 8,192 sequences over equally
-many samples. ``kernels``: 200 steps of the kernels and of the plain references. Four GPUs are taken. ``--small`` trains
-a small model at small batches on CPUs, to see that the script works.
+and ZeRO 1 on one GPU, for half as long; ZeRO 0 in fp32 for 30 steps. ``batches``: LAMB and Adam at 256 and 8,192
+sequences over equally many samples. ``kernels``: 200 steps of the kernels and of the plain references. Four GPUs are
+taken. ``--small`` trains a small model at small batches on CPUs, to see that the script works.
 """
 
 from __future__ import annotations
