@@ -5,8 +5,8 @@
 
 ``stages``: BERT-Base with LAMB at 8,192 sequences in fp16, under ZeRO 1 and 2 on two GPUs and ZeRO 1 on four; ZeRO 3,
 and ZeRO 1 on one GPU, for half as long; ZeRO 0 in fp32 for 30 steps. ``batches``: LAMB and Adam at 256 and 8,192
-sequences over equally many samples. ``kernels``: 200 steps of the kernels and of the plain references. Four GPUs are
-taken. ``--small`` trains a small model at small batches on CPUs, to see that the script works.
+sequences over equally many samples. ``kernels``: 200 steps of the kernels and of the plain references. Written
+for four GPUs. ``--small`` trains a small model at small batches on CPUs, to see that the script works.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ranks
+import torch
 import yaml
 
 from data_prep.manifest import load_manifest
@@ -110,10 +111,14 @@ def start(curve: Curve, shards: Path, out: Path, small: bool) -> subprocess.Pope
 
 
 def train(plan: str, shards: Path, out: Path, small: bool) -> None:
-    """All runs of a plan, a line each as they end."""
+    """All runs of a plan that there are GPUs for, a line each as they end; some share one where there are few."""
     out.mkdir(parents=True, exist_ok=True)
+    gpus = torch.cuda.device_count() or 4
     for row in PLANS[plan]:
-        running = [(curve, start(curve, shards, out, small)) for curve in row]
+        shared = [curve._replace(gpus=tuple(gpu % gpus for gpu in curve.gpus)) for curve in row]
+        running = [
+            (curve, start(curve, shards, out, small)) for curve in shared if len(set(curve.gpus)) == len(curve.gpus)
+        ]
         for curve, process in running:
             print(f"{curve.name}: {'trained' if process.wait() == 0 else 'failed, see its log'}", flush=True)
 
