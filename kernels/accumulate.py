@@ -101,7 +101,8 @@ def accumulate(out: Tensor, gradients: Sequence[Tensor | None], places: Places, 
         for address, offset in zip(addresses, places.offsets, strict=True)
     ]
     if addresses != places.seen:
-        told = torch.tensor([address if fits else 0 for address, fits in zip(addresses, by_kernel, strict=True)])
+        held = [address if fits else 0 for address, fits in zip(addresses, by_kernel, strict=True)]
+        told = torch.tensor(held, device="cpu")
         places.pointers.copy_(told.pin_memory() if out.is_cuda else told, non_blocking=True)
         places.seen = addresses
     if len(places.table) > 0:

@@ -139,6 +139,8 @@ def draw(out: Path, picture: Path) -> None:
                 continue
             steps = [record for record in read_lines(path) if record["event"] == "step"]
             skipped, steps = sum(not r["applied"] for r in steps), [r for r in steps if r["applied"]]
+            if not steps:
+                continue
             last = [record["loss"] for record in steps][-10:]
             mean = sum(last) / len(last)
             print(f"{curve.name}: {len(steps)} steps, {skipped} skipped, mean loss of the last {len(last)} {mean:.4f}")

@@ -248,8 +248,10 @@ def test_steps_repeat_bit_for_bit() -> None:
 @pytest.mark.gpu
 @gpu
 def test_steps_are_deepspeeds_fused_lamb() -> None:
-    """Without bias correction and within its bounds. With it, DeepSpeed scales the step, and not what the trust ratio
-    is taken of: its directions' norms are off by the correction. It adapts tensors that have no decay, too.
+    """Without bias correction and within its bounds; its sums are fp32, ours within 1e-6 of the paper's in fp64.
+
+    With bias correction DeepSpeed scales the step, and not what the trust ratio is taken of: its directions' norms are
+    off by the correction. It adapts tensors that have no decay, too.
     """
     from deepspeed.ops.lamb import FusedLamb
 
@@ -267,4 +269,4 @@ def test_steps_are_deepspeeds_fused_lamb() -> None:
             parameter.grad = part.cuda()
         lamb.step()
     for k, (own, other) in enumerate(zip(gathered(shares, states, SIZES), theirs, strict=True)):
-        assert float((own - other.detach()).norm() / other.detach().norm()) < 1e-6, k
+        assert float((own - other.detach()).norm() / other.detach().norm()) < 1e-5, k
