@@ -128,7 +128,8 @@ def _attention_backward_block(
         v = tl.load(qkv + at + (2 * HEADS + i) * HEAD, mask=mask, other=0.0)  # (S, H)
         do = tl.load(d_out + out_at + i * HEAD, mask=mask, other=0.0)  # (S, H)
         # A row beyond the end gets weights of 0. A column beyond it gets some of at most 1 that meet zeros in k
-        # and v: it adds nothing to the queries' gradient, and its own is not stored.
+        # and v: it adds nothing to the queries' gradient, and its own is not stored. (Row sums beyond 65,504 make
+        # NaN of that in fp16, as of PyTorch's own.)
         stat_at = (first + i).to(tl.int64) * tokens + start + rows
         log_total = tl.load(lse + stat_at, mask=there, other=float("inf"))
         scores = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)  # (S, S), a query a row

@@ -139,7 +139,7 @@ def _attention_tiled_query_kernel(
     cu_seqlens,  # (B + 1,) int32
     keys,  # (T, 2) int32; not read without DROPOUT
     lse,  # (N, T) fp32, as forward left it
-    delta,  # (N, T) fp32, left here: the sum of out * d_out over H
+    delta,  # (N, T) fp32, left here: the sum of out * d_out over H, less the gain
     tokens,  # T
     scale,  # 1 / sqrt(H)
     site,
@@ -180,19 +180,19 @@ def _attention_tiled_query_kernel(
             weights, d_weights, _ = _query_tile(
                 q, do, kv, HEADS * HEAD, ROW, length, wide, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT
             )
-            mean += tl.sum(weights * (d_weights * gain), 1)
+            mean += tl.sum(weights * d_weights, 1)
     else:
         o = tl.load(out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
-        mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        mean = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1) / gain
     tl.store(delta + stat + queries, mean, mask=row)
     dq = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
     for first in range(0, length, BLOCK_N):
         weights, d_weights, k = _query_tile(
             q, do, kv, HEADS * HEAD, ROW, length, wide, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT
         )
-        d_scores = (weights * (d_weights * gain - mean[:, None])).to(q.dtype)
+        d_scores = (weights * (d_weights - mean[:, None])).to(q.dtype)  # (M, N), less the gain
         dq = _add_product(dq, d_scores, k)
-    tl.store(d_qkv + base + queries[:, None] * ROW, (dq * scale).to(d_qkv.dtype.element_ty), mask=mask)
+    tl.store(d_qkv + base + queries[:, None] * ROW, (dq * (scale * gain)).to(d_qkv.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def _attention_tiled_key_kernel(
     cu_seqlens,  # (B + 1,) int32
     keys,  # (T, 2) int32; not read without DROPOUT
     lse,  # (N, T) fp32, as forward left it
-    delta,  # (N, T) fp32: the sum of out * d_out over H
+    delta,  # (N, T) fp32: the sum of out * d_out over H, less the gain
     tokens,  # T
     scale,  # 1 / sqrt(H)
     site,
@@ -241,7 +241,7 @@ def _attention_tiled_key_kernel(
         do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=row[:, None] & wide, other=0.0)
         # A row beyond the end gets weights of 0. A column beyond it gets anything: its gradients are not stored.
         log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
-        mean = tl.load(delta + stat + queries, mask=row, other=0.0) / gain
+        mean = tl.load(delta + stat + queries, mask=row, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
         weights = tl.exp2(scores * (scale * LOG2_E) - log_total[:, None])
         d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")  # (M, N), less the gain

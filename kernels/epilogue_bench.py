@@ -52,6 +52,7 @@ def _matmul_gelu_kernel(
 
 
 def by_triton(x: Tensor, weight: Tensor, bias: Tensor, block: tuple[int, int, int], warps: int, stages: int) -> Tensor:
+    assert len(x) % (8 * block[0]) == 0 == len(weight) % block[1]  # no tile is cut, no group either
     before, out = x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight))
     grid = (len(x) // block[0] * (len(weight) // block[1]),)
     _matmul_gelu_kernel[grid](

@@ -45,7 +45,7 @@ class Curve(NamedTuple):
     kernels: str = "auto"
 
 
-PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side, on their own GPUs
+PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side
     "kernels": [
         [
             Curve("Triton kernels, 1,024", (0,), batch=1024, samples=200 * 1024),
@@ -116,9 +116,10 @@ def train(plan: str, shards: Path, out: Path, small: bool) -> None:
     gpus = torch.cuda.device_count() or 4
     for row in PLANS[plan]:
         shared = [curve._replace(gpus=tuple(gpu % gpus for gpu in curve.gpus)) for curve in row]
-        running = [
-            (curve, start(curve, shards, out, small)) for curve in shared if len(set(curve.gpus)) == len(curve.gpus)
-        ]
+        fit = [curve for curve in shared if len(set(curve.gpus)) == len(curve.gpus)]
+        for curve in (curve for curve in shared if curve not in fit):
+            print(f"{curve.name}: not run, for want of GPUs", flush=True)
+        running = [(curve, start(curve, shards, out, small)) for curve in fit]
         for curve, process in running:
             print(f"{curve.name}: {'trained' if process.wait() == 0 else 'failed, see its log'}", flush=True)
 

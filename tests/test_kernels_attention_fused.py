@@ -98,6 +98,26 @@ def test_large_scores_stay_finite() -> None:
         assert out.isfinite().all() and gradient.isfinite().all()
 
 
+@pytest.mark.parametrize(("dtype", "length"), [(torch.float16, 30), (torch.float16, 129), (torch.float32, 30)], ids=str)
+def test_scores_far_below_those_of_zeros_beyond_the_end_stay_finite(dtype: torch.dtype, length: int) -> None:
+    qkv = draw([length], 2, 64, dtype)
+    qkv[:, 0], qkv[:, 1] = 5, -5
+    out, gradient = run("triton", qkv, qkv[:, 2], [length], 0.1)
+    assert out.isfinite().all() and gradient.isfinite().all()
+
+
+def test_a_token_alone_has_no_gradient_by_its_scores() -> None:
+    for dtype in (torch.float16, torch.float32):
+        qkv = draw([1] * 40, 2, 32, dtype)
+        _, gradient = run("triton", qkv, qkv[:, 2].flip(0), [1] * 40, 0.1)
+        assert gradient[:, 2].any() and (dtype == torch.float16 or not gradient[:, :2].any())
+
+
+def test_a_number_of_heads_that_programs_do_not_share_evenly() -> None:
+    for heads in (5, 8):  # one, and four, of a program
+        compare([20, 3], heads, 32, torch.float16, 0.1)
+
+
 def test_strided_and_empty_inputs() -> None:
     wide = torch.randn(9, 3, 2, 64)
     lengths = [6, 3]
