@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import gradients_on_ranks as toys
@@ -12,6 +13,11 @@ import pytest
 import ranks
 import torch
 from test_trainer_optimizer import RATE, paper
+from torch import Tensor
+
+from trainer import gradients
+from trainer.gradients import Gradients
+from trainer.partition import Halves
 
 # Micro-batches of the steps, and who overflows in which of them: the first, the last, the only one.
 PLAN = [(1, ""), (3, ""), (3, "0:0"), (2, ""), (2, "last:1"), (1, ""), (1, "0:0"), (3, "")]
@@ -103,3 +109,35 @@ def test_weights_are_the_rounding_of_the_masters_on_every_rank(told: Any, size: 
 
 def test_a_closed_engine_keeps_no_row(told: Any) -> None:
     assert told(1)["alive"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_reduced_is_neither_read_nor_written_before_it_is_there(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where a reduction goes on beside the next micro-batch: here of two ranks with equal gradients."""
+    waited = list[int]()
+
+    def reduce_scatter(out: Tensor, row: Tensor, async_op: bool) -> Any:
+        given = row.clone()
+        out.fill_(torch.nan)
+
+        def wait() -> None:
+            assert async_op and torch.equal(row, given)
+            out.copy_(2 * given[: len(out)])
+            waited.append(len(waited))
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(gradients, "dist", SimpleNamespace(get_rank=lambda: 0, reduce_scatter_tensor=reduce_scatter))
+    flat = torch.zeros(64, dtype=torch.float16)
+    parameter = torch.nn.Parameter(flat[:40].view(5, 8))
+    own = Gradients(Halves(flat, flat[:32], ((parameter, 0),)), stage, SimpleNamespace(copies=None))  # type: ignore[arg-type]
+    own.scatters, own.reduced = True, torch.empty(32, dtype=torch.float16)
+    for micro_batches in (3, 1, 2):
+        draws = [torch.randint(-9, 9, (5, 8)).half() for _ in range(micro_batches)]
+        for number, drawn in enumerate(draws, 1):
+            parameter.grad = drawn.clone()
+            own.add(number == 1, number == micro_batches)
+        assert own.own is not None and torch.equal(own.own.float(), 2 * sum(draws).view(-1)[:32].float())  # type: ignore[union-attr]
+    assert len(waited) == (3 if stage == 1 else 6)

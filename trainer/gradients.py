@@ -7,8 +7,9 @@ them, and one brings the weights back.
     stage 1: each rank adds up its own micro-batches, all parameters, and reduces once a step
     stage 2: each rank reduces every micro-batch, on GPUs while the next one is computed, and adds up its share alone
 
-Kept from step to step, in bytes a parameter: 2 for the row that is reduced; on GPUs 2 / ranks for what comes of it;
-and, after a step of several micro-batches until one of a single one, 4 (stage 1) or 4 / ranks (stage 2) for the sums.
+Kept from step to step, in bytes a parameter: 2 for the row that is reduced; on several GPUs 2 / ranks for what comes
+of it; and, after a step of several micro-batches until one of a single one, 4 (stage 1) or 4 / ranks (stage 2) for the
+sums. A step that was begun is finished, or the process ends.
 While a row is filled, the gradients that autograd left are there, too.
 """
 
@@ -33,12 +34,10 @@ class Gradients:
         self.places = make_places([at for _, at in halves.placed], [p.numel() for p, _ in halves.placed], flat.device)
         self.own_places = make_places([0], [share.numel()], flat.device)
         self.row = torch.zeros_like(flat)  # (size,), what goes over the ranks
-        self.reduced = self.row.chunk(self.ranks)[
-            dist.get_rank()
-        ]  # (size / ranks,), this rank's share of the ranks' sum
-        if self.row.is_cuda and self.ranks > 1:
-            self.reduced = torch.empty_like(share)
-        self.reduction: dist.Work | None = None  # under way, where it is not waited for at once
+        self.scatters = flat.is_cuda and self.ranks > 1  # gloo sums the whole row, in place
+        own = torch.empty_like(share) if self.scatters else self.row.chunk(self.ranks)[dist.get_rank()]
+        self.reduced = own  # (size / ranks,), this rank's share of the ranks' sum
+        self.reduction: dist.Work | None = None  # under way
         self.sums: Tensor | None = None  # fp32, (size,) at stage 1, else (size / ranks,); None for one micro-batch
         self.summed: Tensor | None = None  # ``sums`` once they hold a micro-batch of this step
         self.own: Tensor | None = None  # (size / ranks,), what the step goes by: ``reduced``, or stage 2's ``sums``
@@ -87,7 +86,7 @@ class Gradients:
 
     def _reduce(self) -> None:
         """Begin to sum the row over the ranks."""
-        if self.ranks > 1 and self.row.is_cuda:
+        if self.scatters:
             self.reduction = dist.reduce_scatter_tensor(self.reduced, self.row, async_op=True)
         elif self.ranks > 1:
             dist.all_reduce(self.row)
