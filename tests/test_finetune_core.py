@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_a_tiny_model_learns_and_its_best_evaluation_is_kept(whole: dict[int, Pa
     best = max(evaluations, key=lambda step: evaluations[step])  # the first of equals
     assert (found["step"], found["figures"]["accuracy"]) == (best, evaluations[best])
     told = losses(whole[1])
-    assert told[30] < 0.6 * told[3]
+    assert told[30] < 0.75 * told[3]
     left = {path.name for path in run_folder(whole[1]).iterdir()}
     assert left == {"metrics.jsonl", "result.json", "weights.safetensors"}
 
@@ -220,7 +221,7 @@ def test_a_run_that_diverges_is_named_and_the_sweep_goes_on(swept: tuple[Path, s
     tree = json.loads((out / "results.json").read_text())
     assert [run["how"] for run in tree["runs"]] == ["done", "done", "diverged", "diverged"]
     good, bad = tree["settings"]
-    assert (bad["median"], bad["best"], bad["failed"], bad["values"]) == (None, None, 2, [None, None])
+    assert (bad["median"], bad["best"], bad["diverged"], bad["values"]) == (None, None, 2, [None, None])
     values = [run["figures"]["accuracy"] for run in tree["runs"][:2]]
     assert good["median"] == pytest.approx(sum(values) / 2) and good["best"] == max(values)
     assert tree["chosen"]["dev"]["accuracy"] == max(values)
@@ -264,9 +265,34 @@ def test_runs_that_have_ended_are_not_run_again(inputs: Inputs, swept: tuple[Pat
     [(code, said)] = finetune(inputs, out, *more)
     assert code == DONE and said.count("it has ended already") == 4 and "loss" not in said, said
     assert {path: path.stat().st_mtime_ns for path in out.glob("rate-*/*")} == before
+    predicted = seen.pop("predictions")
+    assert predicted == str(out / "said.tsv")
     assert json.loads((out / "results.json").read_text()) == seen
     [(code, said)] = finetune(inputs, out, "--weight-decay", "0.1")
-    assert code == REFUSED and "has results of another command (recipe was" in said, said
+    assert code == REFUSED and "has results of another recipe: name another --out" in said, said
     worse = min((1, 2), key=lambda seed: (result(out, seed)["figures"]["accuracy"], -seed))
     [(code, said)] = finetune(inputs, out, "--seeds", str(worse))  # whose weights went for the other's
     assert code == REFUSED and "has no weights any more, since another seed of its setting did better" in said, said
+
+
+def test_nothing_of_a_users_is_written_over(inputs: Inputs, tmp_path: Path) -> None:
+    """Neither a model in the folder of results, nor a file where predictions are to go; before anything is trained."""
+    mine, note = tmp_path / "mine", tmp_path / "note.tsv"
+    shutil.copytree(inputs.model, mine / "model")
+    note.write_text("mine")
+    for out, more, said in (
+        (mine, [], f"{mine} holds model, which is not a fine-tuning's: name another --out"),
+        (tmp_path / "out", ["--predict", str(note)], f"--predict {note} is there already: name another file"),
+        (note, [], f"--out {note} is a file: name a folder"),
+    ):
+        [(code, told)] = finetune(inputs, out, *more)
+        assert code == REFUSED and said in told and "step" not in told, told
+    assert note.read_text() == "mine" and [path.name for path in mine.iterdir()] == ["model"]
+
+
+def test_a_rate_at_which_nothing_is_learnt_is_named_before_the_first_evaluation(inputs: Inputs, tmp_path: Path) -> None:
+    [(code, said)] = finetune(inputs, tmp_path / "out", "--rates", "30")
+    assert code == REFUSED and "diverged run: diverged after step" in said, said
+    assert "the first step's was" in said and "lower the rate, or lengthen the warm-up" in said
+    assert "no setting has a median" in said.strip().splitlines()[-1] or "no setting has a median" in said
+    assert result(tmp_path / "out", rate=30)["evaluations"] == []

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from corpora import write_tokenizer
 from finetune_inputs import PIECES, TINY, bert_folder, tokenizer_folder, write_classes, write_data
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import SPECIALS, load_tokenizer
 from trainer import weights
 from trainer.errors import TrainerError
 from trainer.finetune import save
@@ -188,6 +189,20 @@ def test_plain_weights_are_taken_as_they_are_with_a_tokenizer_that_is_named(tmp_
     assert given.model == TINY and all(torch.equal(tensor, own[name]) for name, tensor in given.weights.items())
 
 
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    made, other = bert_folder(tmp_path), tmp_path / "other"
+    own = PIECES[len(SPECIALS) :]
+    write_tokenizer(other, [*own[1:], own[0]])  # of the same size
+    with pytest.raises(TrainerError, match=f"{other} is another vocabulary than the one that .* was trained with"):
+        read_pretrained(made, other, refuse)
+    weights.write(
+        Bert(TINY).state_dict(), TINY, tmp_path / "plain.safetensors", tokenizer=load_tokenizer(made).sha256()
+    )
+    read_pretrained(tmp_path / "plain.safetensors", made, refuse)
+    with pytest.raises(TrainerError, match=f"{other} is another vocabulary than the one that .* was trained with"):
+        read_pretrained(tmp_path / "plain.safetensors", other, refuse)
+
+
 def test_a_vocabulary_alone_is_a_tokenizer_with_its_own_case(tmp_path: Path) -> None:
     made = bert_folder(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -274,12 +289,12 @@ def test_the_best_median_is_chosen_and_its_best_run() -> None:
     results = [result(1e-5, 1, 0.7), result(1e-5, 2, 0.8), result(1e-5, 3, 0.9)]
     results += [result(5e-5, 1, 0.99), result(5e-5, 2, 0.5, "degenerate"), result(5e-5, 3, None, "diverged")]
     rows = summarise(results, "f1")
-    assert rows[0] == Row(Setting(1e-5, 16, 3.0), (0.7, 0.8, 0.9), 0.8, rows[0].spread, 0.9, 0)
+    assert rows[0] == Row(Setting(1e-5, 16, 3.0), (0.7, 0.8, 0.9), 0.8, rows[0].spread, 0.9, 0, 0)
     assert rows[0].spread == pytest.approx(0.1)
-    assert (rows[1].median, rows[1].best, rows[1].failed) == (0.5, 0.99, 2)
+    assert (rows[1].median, rows[1].best, rows[1].diverged, rows[1].constant) == (0.5, 0.99, 1, 1)
     assert choose_run(rows, results, "f1") == results[2]
     lines = table(rows, "f1").splitlines()
-    assert lines[2].split() == ["1e-05", "16", "3", "0.8000", "0.1000", "0.9000", "3", "0"]
+    assert lines[2].split() == ["1e-05", "16", "3", "0.8000", "0.1000", "0.9000", "3", "0", "0"]
 
 
 def test_a_setting_that_mostly_diverges_has_no_median() -> None:

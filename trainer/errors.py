@@ -11,5 +11,9 @@ class NotFiniteError(TrainerError):
     """Gradients that are not finite, which no loss scale could help, before their step was noted."""
 
 
+class DivergedError(TrainerError):
+    """A loss far above that of the first step."""
+
+
 class LostError(TrainerError):
     """The other ranks cannot be reached. To start again may help, so it ends the program with exit code 3."""

@@ -327,6 +327,7 @@ def _describe(run: Run, state: TrainState) -> None:
     heard = nccl_said()
     if warning := falls_to_tcp(heard):
         run._say(f"warning: {warning}")
+    run._say(f"kernels: {chosen.name} ({chosen.reason})")
     facts = {
         "run": config.run.name,
         "config": fingerprint(to_tree(config)),

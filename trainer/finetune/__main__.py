@@ -25,7 +25,7 @@ from trainer.finetune.report import closing, draw, table
 from trainer.finetune.result import Result
 from trainer.finetune.run import Job
 from trainer.finetune.start import choose, read_pretrained
-from trainer.finetune.sweep import conclude, summarise, sweep
+from trainer.finetune.sweep import PICTURE, conclude, summarise, sweep
 from trainer.finetune.tasks import known
 from trainer.journal import say
 from trainer.stop import Stop
@@ -49,16 +49,26 @@ def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part 
     try:
         options = parse(arguments)
         world = from_launcher(options.machine.device)
-        resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
+        precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
         if problems := EngineConfig(options.machine.zero_stage, options.machine.precision).problems():
             raise TrainerError("; ".join(problems))
+        tell = say if world.is_main else _silent
         with backend.using(options.machine.kernels):
-            backend.resolve(world.device.type)
-        return options, world, *make_job(options, say if world.is_main else _silent)
+            kernels = backend.resolve(world.device.type)
+        tell(f"{world.size} of {world.device.type}, {precision}, kernels: {kernels.name} ({kernels.reason})")
+        return options, world, *make_job(options, tell)
     except (TrainerError, backend.UnavailableError, OSError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
-        fail(f"trainer.finetune: error: {' '.join(str(error).split())}")
+        fail(f"trainer.finetune: error: {by_option(' '.join(str(error).split()))}")
+
+
+def by_option(text: str) -> str:
+    """An error with a configuration's keys as this command line has them."""
+    names = {"run.device": "--device", "engine.precision": "--precision", "set kernels to": "set --kernels to"}
+    for key, option in names.items():
+        text = text.replace(key, option)
+    return text
 
 
 def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part | None]:
@@ -109,10 +119,9 @@ def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
 
 
 def show(options: Options, job: Job, results: list[Result]) -> None:
-    """The table, and the picture of more than one run."""
+    """The table, and the picture."""
     rows, measure = summarise(results, job.task.measure), job.task.measure
-    if len(results) > 1:
-        draw(rows, options.task, measure, options.out / "results.png")
+    draw(rows, options.task, measure, options.out / PICTURE)
     print(table(rows, measure), flush=True)
 
 

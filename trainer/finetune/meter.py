@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from trainer.engine import StepResult
-from trainer.errors import NotFiniteError
+from trainer.errors import DivergedError, NotFiniteError
 from trainer.finetune.score import Judged
 from trainer.journal import JOURNAL, Journal, say
 from trainer.world import World
 
 LINES = 10  # of progress in a run; all ranks meet for each
 LOOK = 10  # steps between two looks at whether the gradients were finite, for which the device is waited for
+FAR = 10.0  # times the first step's loss: a run whose loss is above that learns nothing any more
 
 
 class Meter:
@@ -29,10 +30,11 @@ class Meter:
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)  # all gradients so far
         self.targets = self.examples = 0  # since the last line
-        self.start(0)
+        self.start(0, None)
 
-    def start(self, attempts: int) -> None:
-        """Times count from here."""
+    def start(self, attempts: int, first_loss: float | None) -> None:
+        """Times count from here; ``first_loss`` is the first step's, once it was taken."""
+        self.first_loss = first_loss
         self.first, self.began, self.since = attempts, time.perf_counter(), time.perf_counter()
 
     def step(self, result: StepResult, targets: int, examples: int) -> None:
@@ -49,27 +51,38 @@ class Meter:
             raise NotFiniteError("the gradients are not finite: lower the rate, or lengthen the warm-up")
 
     def tell(self, attempts: int, rate: float) -> None:
-        """A line, when it is due; all ranks call it. Raises as ``require_finite``, of which it looks more often."""
-        due = attempts % self.every == 0 or attempts == self.steps
+        """A line, when it is due; all ranks call it. Raises as ``require_finite``, of which it looks more often.
+
+        Raises DivergedError, on all ranks, for a loss far above the first step's.
+        """
+        due = attempts % self.every == 0 or attempts in (1, self.steps)
         if due or attempts % LOOK == 0:
             self.require_finite()
         if not due:
             return
         dist.all_reduce(self.loss)
-        now = time.perf_counter()
+        now, loss = time.perf_counter(), float(self.loss) / max(self.targets, 1)
         record = {
             "event": "step",
             "step": attempts,
-            "loss": float(self.loss) / max(self.targets, 1),
+            "loss": loss,
             "rate": rate,
             "examples_per_second": self.examples / max(now - self.since, 1e-9),
         }
         left = (now - self.began) / max(attempts - self.first, 1) * (self.steps - attempts)
+        learnt = self.targets
         self.loss.zero_()
         self.targets = self.examples = 0
         self.since = now
         speed = f"{record['examples_per_second']:,.0f} examples/s, {left:,.0f} s left"
         self._say(f"step {attempts}/{self.steps}, loss {record['loss']:.4f}, {speed}", record)
+        if self.first_loss is None and learnt > 0:  # not of steps that overflowed
+            self.first_loss = loss
+        if self.first_loss is not None and loss > FAR * self.first_loss:
+            raise DivergedError(
+                f"the loss is {loss:.3g}, the first step's was {self.first_loss:.3g}: lower the rate, or lengthen the "
+                "warm-up"
+            )
 
     def evaluated(self, place: dict[str, Any], judged: Judged, measure: str) -> None:
         """Figures on dev, the one that decides first."""

@@ -13,6 +13,7 @@ from trainer.errors import TrainerError
 from trainer.finetune.classify import Columns
 from trainer.finetune.formats import split_name
 from trainer.finetune.tasks import TASKS, Known, Recipe, Wish, known
+from trainer.options import OneLineParser
 
 T = TypeVar("T", int, float)
 
@@ -133,6 +134,8 @@ def problems(options: Options) -> list[str]:
     found += [
         f"{name} is {value}: must be 1 or more" for name, value in counted.items() if value is not None and value < 1
     ]
+    if options.out.exists() and not options.out.is_dir():
+        found.append(f"--out {options.out} is a file: name a folder")
     if options.predict is not None and options.predict.suffix not in (".tsv", ".jsonl"):
         found.append(f"--predict {options.predict}: its name must end with .tsv or .jsonl")
     return found
@@ -166,6 +169,8 @@ def _required(given: argparse.Namespace, option: str, names: Sequence[str]) -> P
     path: Path | None = getattr(given, option.removeprefix("--")) or _first(given.data, names)
     if path is None:
         place = f"{given.data} holds none of {', '.join(names)}" if given.data else "there is no --data folder"
+        if given.data and not given.data.is_dir():
+            place = f"--data {given.data} is no folder"
         raise TrainerError(f"{option} is not given, and {place}")
     return path
 
@@ -187,7 +192,7 @@ def _several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m trainer.finetune", description="Fine-tune a BERT on a task, and measure it as its authors do."
     )
     add = parser.add_argument
@@ -209,24 +214,29 @@ def _parser() -> argparse.ArgumentParser:
     recipe = parser.add_argument_group("recipe; several values, parted by commas, make a sweep")
     several = recipe.add_argument
     several("--seeds", "--seed", type=_several(int), default=[1], metavar="N,…", help="a run of each (1)")
-    several("--rates", "--rate", type=_several(float), metavar="R,…", help="at the peak (2e-5, or the task's)")
+    several("--rates", "--rate", type=_several(float), metavar="R,…", help="at the peak (2e-5; words, questions 5e-5)")
     several("--batches", "--batch", type=_several(int), metavar="N,…", help="records of a step, all ranks (32)")
     several("--epochs", type=_several(float), metavar="E,…", help="also parts of one (3)")
     recipe.add_argument("--max-length", type=int, metavar="TOKENS", help="longer texts are cut (128; questions 384)")
     recipe.add_argument("--warmup", type=float, metavar="SHARE", help="of the steps (0.1)")
     recipe.add_argument("--weight-decay", type=float, help="0.01 by default")
     recipe.add_argument("--clip", type=float, metavar="NORM", help="of the gradients; 0, the default, is off")
-    recipe.add_argument("--head", choices=("linear", "mlp"), default="linear", help="mlp: with a hidden layer")
+    recipe.add_argument(
+        "--head",
+        choices=("linear", "mlp"),
+        default="linear",
+        help="mlp: with a hidden layer, for which transformers has no class",
+    )
     recipe.add_argument("--measure", help="the figure to be judged by, instead of the task's own")
     run = parser.add_argument_group("the run")
     run.add_argument("--eval-every", type=int, metavar="STEPS", help="on dev, besides each epoch's end")
     run.add_argument("--save-every", type=int, metavar="STEPS", help="besides each evaluation")
     run.add_argument("--patience", type=int, metavar="N", help="stop after N evaluations without a better one")
     run.add_argument("--micro-batch", type=int, metavar="N", help="records of one forward on one rank, at most")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    run.add_argument("--precision", choices=("auto", "fp16", "bf16", "fp32"), default="auto")
-    run.add_argument("--kernels", choices=("auto", "triton", "torch"), default="auto")
-    run.add_argument("--zero-stage", type=int, choices=(0, 1), default=1)
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where there is one")
+    run.add_argument("--precision", choices=("auto", "fp16", "bf16", "fp32"), default="auto", help="auto: fp16 on GPUs")
+    run.add_argument("--kernels", choices=("auto", "triton", "torch"), default="auto", help="auto: Triton on GPUs")
+    run.add_argument("--zero-stage", type=int, choices=(0, 1), default=1, help="1: the optimizer is sharded")
     run.add_argument("--timeout", type=int, default=1800, metavar="SECONDS", help="that ranks wait for one another")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     return parser

@@ -9,7 +9,7 @@ from typing import Any
 from data_prep.atomic import replacing
 from trainer.finetune.sweep import Row
 
-_HEADINGS = ("rate", "batch", "epochs", "median", "spread", "best", "n", "failed")
+_HEADINGS = ("rate", "batch", "epochs", "median", "spread", "best", "n", "diverged", "constant")
 
 
 def table(rows: Sequence[Row], measure: str) -> str:
@@ -18,18 +18,20 @@ def table(rows: Sequence[Row], measure: str) -> str:
     for row in sorted(rows, key=lambda row: -1e9 if row.median is None else row.median, reverse=True):
         setting = row.setting
         values = (_number(value) for value in (row.median, row.spread, row.best))
-        counts = str(len(row.values)), str(row.failed)
+        counts = str(len(row.values)), str(row.diverged), str(row.constant)
         cells.append((f"{setting.rate:g}", str(setting.batch), f"{setting.epochs:g}", *values, *counts))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    return "\n".join([f"{measure} on dev, over seeds (spread: standard deviation)", *lines])
+    told = "spread: standard deviation; constant: runs that say the same of everything"
+    return "\n".join([f"{measure} on dev, over seeds ({told})", *lines])
 
 
 def closing(tree: dict[str, Any]) -> str:
     """What was chosen, and its figures, in lines."""
     chosen = tree["chosen"]
     setting = f"rate {chosen['rate']:g}, batch {chosen['batch']}, {chosen['epochs']:g} epochs, seed {chosen['seed']}"
-    lines = [f"chosen: {setting}", f"  dev: {_figures(chosen['dev'])}"]
+    odd = ", which says the same of everything: no run has learnt" if chosen["how"] == "degenerate" else ""
+    lines = [f"chosen: {setting}{odd}", f"  dev: {_figures(chosen['dev'])}"]
     lines += [f"  {path}: {_figures(figures)}" for path, figures in tree.get("also", {}).items()]
     return "\n".join(lines + ([f"  test: {_figures(tree['test'])}"] if "test" in tree else []))
 

@@ -17,7 +17,7 @@ from data_prep.tokenizer import Tokenizer
 from trainer import checkpoint, weights
 from trainer.checkpoint import CheckpointConfig
 from trainer.engine import Engine, EngineConfig, StepResult
-from trainer.errors import NotFiniteError, TrainerError
+from trainer.errors import DivergedError, NotFiniteError, TrainerError
 from trainer.finetune.data import Part, Table, cut_of, take
 from trainer.finetune.meter import Meter
 from trainer.finetune.options import Options, Setting
@@ -65,6 +65,7 @@ class State:
     worse: int = 0  # evaluations since the best one
     evaluations: tuple[dict[str, Any], ...] = ()
     seconds: float = 0.0  # of steps, over restarts
+    first_loss: float | None = None  # of the first step
 
 
 class Run:
@@ -107,7 +108,7 @@ class Run:
     def run(self) -> Result | None:
         """Train to the end. None if it was asked to stop: it has saved, and the same command goes on."""
         state = self.restore()
-        self.meter.start(state.attempts)
+        self.meter.start(state.attempts, state.first_loss)
         try:
             while not self._over(state):
                 state = self._step(state)
@@ -116,7 +117,7 @@ class Run:
                     self._save(state)
                     self._finish(state)
                     return None
-        except NotFiniteError as error:
+        except (DivergedError, NotFiniteError) as error:
             self.saver.finish()
             return self._end(state, f"diverged after step {state.step}: {error}")
         self._finish(state)
@@ -147,6 +148,7 @@ class Run:
             seconds=state.seconds + time.perf_counter() - began,
         )
         self.meter.tell(after.attempts, rate)
+        after = replace(after, first_loss=self.meter.first_loss)
         return self._border(after, ended=after.position // self.epoch > state.position // self.epoch)
 
     def _require_finite(self, result: StepResult) -> None:

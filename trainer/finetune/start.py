@@ -56,6 +56,11 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], No
             f"{folder} has {loaded.vocab_size:,} pieces, the model of {path} only {given.model.vocab_size:,}: name the "
             "tokenizer that it was trained with by --tokenizer"
         )
+    known = given.tokenizer if isinstance(given.tokenizer, str) else None
+    if isinstance(given.tokenizer, Path) and folder != given.tokenizer:
+        known = load_tokenizer(given.tokenizer).sha256()
+    if known not in (None, loaded.sha256()):
+        raise TrainerError(f"{folder} is another vocabulary than the one that {path} was trained with: name that one")
     return Pretrained(given.tensors, given.model, loaded, _sha256(path, loaded))
 
 

@@ -28,7 +28,7 @@ from trainer.stop import Stop
 from trainer.weights import read
 from trainer.world import World, require_shared, together
 
-RESULTS, SETTINGS, MODEL = "results.json", "settings.json", "model"
+RESULTS, SETTINGS, MODEL, PICTURE = "results.json", "settings.json", "model", "results.png"
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -41,7 +41,8 @@ class Row:
     median: float | None  # None: half of them or more diverged
     spread: float | None  # standard deviation over seeds with a value; None for fewer than two
     best: float | None
-    failed: int  # runs that diverged, or say the same of everything
+    diverged: int  # runs
+    constant: int  # runs that say the same of everything
 
 
 def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
@@ -95,7 +96,7 @@ def summarise(results: Sequence[Result], measure: str) -> list[Row]:
                 middle if middle > -1e8 else None,
                 statistics.stdev(known) if len(known) > 1 else None,
                 max(known, default=None),
-                sum(result.how != "done" for result in own),
+                *(sum(result.how == how for result in own) for how in ("diverged", "degenerate")),
             )
         )
     return rows
@@ -131,15 +132,16 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
     precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
     model = model.to(world.device, _DTYPES[precision])
     scores, answered = _score(job, model, test, world)
-    tree |= {"chosen": {"seed": best.seed, **best.setting, "dev": best.figures}, **scores}
+    tree |= {"chosen": {"seed": best.seed, **best.setting, "how": best.how, "dev": best.figures}, **scores}
 
     def leave() -> None:
-        write_json(path, tree)
+        write_model(options.out / MODEL, weights, job.model, job.task, job.tokenizer, say)
         if options.predict is not None:
             part, answers = answered
             write_predictions(options.predict, job.task.predictions(part.records, part.units, answers))
             say(f"{options.predict}: predictions of {part.path}")
-        write_model(options.out / MODEL, weights, job.model, job.task, job.tokenizer, say)
+            tree["predictions"] = str(options.predict)
+        write_json(path, tree)
 
     together(leave if world.is_main else _nothing, world)
     return tree
@@ -173,22 +175,26 @@ def _score(job: Job, model: TaskModel, test: Part | None, world: World) -> tuple
 
 
 def _require_same(job: Job) -> None:
-    """The folder of results must be of the same task, data and model, all but the settings and seeds."""
-    path = job.options.out / SETTINGS
-    job.options.out.mkdir(parents=True, exist_ok=True)
-    if job.options.predict is not None:  # whoever cannot write there should not learn it in the end
-        job.options.predict.parent.mkdir(parents=True, exist_ok=True)
+    """The folder of results must be new, or of the same task, data and model, all but the settings and seeds."""
+    out, path = job.options.out, job.options.out / SETTINGS
+    out.mkdir(parents=True, exist_ok=True)
     if not path.exists():
+        if held := [name for name in (MODEL, RESULTS, PICTURE) if (out / name).exists()]:
+            raise TrainerError(f"{out} holds {held[0]}, which is not a fine-tuning's: name another --out")
         write_json(path, job.identity)
-        return
     then = read_json(path)
-    different = [
-        f"{key} was {then.get(key)}, now {value}" for key, value in job.identity.items() if then.get(key) != value
-    ]
-    if different:
-        raise TrainerError(
-            f"{job.options.out} has results of another command ({'; '.join(different)}): name another --out"
-        )
+    if different := [key for key, value in job.identity.items() if then.get(key) != value]:
+        raise TrainerError(f"{out} has results of another {' and another '.join(different)}: name another --out")
+    if job.options.predict is not None:
+        _require_ours(job.options.predict, out / RESULTS)
+
+
+def _require_ours(predict: Path, results: Path) -> None:
+    """Predictions take no other file's place, which whoever waits for them should not learn in the end."""
+    ours = results.is_file() and read_json(results).get("predictions") == str(predict)
+    if predict.exists() and not ours:
+        raise TrainerError(f"--predict {predict} is there already: name another file")
+    predict.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _keep_best(job: Job, own: list[Result]) -> None:

@@ -1,0 +1,163 @@
+"""The commands that take a model: whatever is wrong takes one line, and what they pass over is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from runs import write_config
+from safetensors.torch import save_file
+from torch import Tensor
+
+import trainer.evaluate
+from data_prep.manifest import manifest_hash
+from kernels import backend
+from trainer import checkpoint, encode, export, fill_mask, weights
+from trainer.checkpoint import file_sha256, part_name, tree_sha256
+from trainer.config import load, to_tree
+from trainer.errors import TrainerError
+from trainer.model import Bert, ModelConfig
+from trainer.state import TrainState
+
+Main = Callable[[list[str]], int]
+COMMANDS: dict[str, tuple[Main, str]] = {  # and its arguments: the run, a new file or folder, the shards
+    "encode": (encode.main, "--model RUN --out OUT.npy bade"),
+    "fill_mask": (fill_mask.main, "--model RUN [MASK]"),
+    "evaluate": (trainer.evaluate.main, "--checkpoint RUN --heldout SHARDS --train SHARDS"),
+    "export": (export.main, "--checkpoint RUN --out OUT"),
+    "weights": (weights.main, "RUN OUT.safetensors"),
+}
+COMPUTING = ("encode", "fill_mask", "evaluate")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_shards: Path, tiny_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that saved at step 1; read only."""
+    home = tmp_path_factory.mktemp("commands")
+    folder = home / "run" / "step-00000001"
+    folder.mkdir(parents=True)
+    shutil.copytree(tiny_shards / "tokenizer", home / "run" / "tokenizer")
+    tree = to_tree(load(write_config(home, tiny_shards, 10), []))
+    identity = {"phases": [{"shards": manifest_hash(tiny_shards), "global_batch": 30}]}
+    state = asdict(TrainState(step=1, phase_step=1))
+    save(folder, Bert(tiny_model).state_dict(), {"config": tree, "state": state, "identity": identity} | PRECISION)
+    return home / "run"
+
+
+PRECISION = {"precision": "fp32"}
+
+
+def save(folder: Path, tensors: dict[str, Tensor], record: dict[str, object]) -> None:
+    """A checkpoint of one part, without moments."""
+    part = folder / part_name(0, 1)
+    starts = json.dumps(dict.fromkeys(tensors, 0))
+    save_file({f"weight/{name}": tensor for name, tensor in tensors.items()}, part, metadata={"starts": starts})
+    tree = {
+        **{"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "record": record},
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "parts": [{"name": part.name, "sha256": file_sha256(part), "bytes": part.stat().st_size}],
+    }
+    (folder / "checkpoint.json").write_text(json.dumps({**tree, "sha256": tree_sha256(tree)}))
+
+
+def command(name: str, run: Path, shards: Path, *more: str) -> int:
+    """Its exit code; what it writes lies beside the run."""
+    main, arguments = COMMANDS[name]
+    places = {"RUN": str(run), "SHARDS": str(shards), "OUT": str(run.parent / "out")}
+    for word, place in places.items():
+        arguments = arguments.replace(word, place)
+    return main([*more, *arguments.split()])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_checkpoint_that_is_passed_over_is_told(
+    name: str, run: Path, tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Path(shutil.copytree(run, tmp_path / "run"))
+    newest = Path(shutil.copytree(own / "step-00000001", own / "step-00000002"))
+    (newest / part_name(0, 1)).unlink()
+    assert command(name, own, tiny_shards) == 0
+    told = f"trainer.{name}: warning: not used: checkpoint {newest} is damaged: {part_name(0, 1)} is missing; "
+    assert capsys.readouterr().err.count(told + "step-00000001 is taken in its place\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_weights_that_are_no_numbers_are_refused(
+    name: str, run: Path, tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Path(shutil.copytree(run, tmp_path / "run"))
+    found = checkpoint.find(own)
+    tensors = checkpoint.load_weights(found)
+    tensors["layers.0.mlp_in_bias"][3] = torch.inf
+    tensors["mlm_bias"][:] = torch.nan
+    save(found.folder, tensors, found.record)
+    assert command(name, own, tiny_shards) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    said = f"trainer.{name}: error: checkpoint {found.folder}: layers.0.mlp_in_bias holds NaN or infinity"
+    assert line.replace("error: /", "error: checkpoint /").startswith(said) and "name an older checkpoint" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", COMPUTING)
+def test_kernels_are_chosen_and_refused_before_anything_is_loaded(
+    name: str,
+    run: Path,
+    tiny_shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = Path(shutil.copytree(run, tmp_path / "run"))
+    assert command(name, own, tiny_shards, "--kernels", "torch") == 0
+    told = [] if name == "fill_mask" else [f"trainer.{name}: kernels: torch (asked for)"]
+    assert [line for line in capsys.readouterr().err.splitlines() if "kernels" in line] == told
+    monkeypatch.setattr(backend, "TRITON_MISSING", "ImportError: none\nhere")
+    assert command(name, tmp_path / "no model", tiny_shards, "--kernels", "triton") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trainer.{name}: error: the kernels need Triton on a GPU (ImportError: none here)")
+    assert "set --kernels to torch" in line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_wrong_takes_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(name, tmp_path / "run", tmp_path, "--nonsense")
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith(f"trainer.{name}: error: ") and "--nonsense" in line
+    assert line.endswith(f"; see python -m trainer.{name} --help")
+
+    def fail(*arguments: object) -> None:
+        raise TrainerError("one\n  two")
+
+    module, reader = {"evaluate": (trainer.evaluate, "load_model"), "export": (export, "find")}.get(
+        name, (weights, "find" if name == "weights" else "source")
+    )
+    monkeypatch.setattr(module, reader, fail)
+    (tmp_path / "run").mkdir()
+    assert command(name, tmp_path / "run", tmp_path) == 2
+    assert capsys.readouterr().err == f"trainer.{name}: error: one two\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("fill_mask", ["--top", "0"], "--top is 0: must be 1 or more"),
+        ("evaluate", ["--micro-batch", "0"], "--micro-batch is 0: must be 1 or more"),
+        ("encode", ["--pool", "sum"], "argument --pool: invalid choice: 'sum' (choose from "),
+        ("export", ["--onnx", "graph"], "argument --onnx: invalid choice: 'graph' (choose from "),
+    ],
+)
+def test_a_wrong_value_takes_one_line(
+    name: str, wrong: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command(name, tmp_path, tmp_path, *wrong)
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith(f"trainer.{name}: error: {said}")
