@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,17 @@ from torch import Tensor
 from transformers import BertModel
 
 from data_prep.tokenizer import load_tokenizer, train_tokenizer
+from kernels import backend
 from trainer import encode, export
 from trainer.encode import Pooling, main
 from trainer.errors import TrainerError
-from trainer.finetune.task import fit
+from trainer.finetune.classify import Columns
+from trainer.finetune.save import write_model
+from trainer.finetune.task import TaskModel, fit
+from trainer.finetune.tasks import Wish, known
 from trainer.model import Bert, ModelConfig
 from trainer.vectors import Part, Text, write_npy
-from trainer.weights import load_bert
+from trainer.weights import load_bert, read, write
 
 TEXTS = ["the bank was closed", "he sat on the bank of the river", "the", "a river\tthe closed bank was old", "old"] * 3
 LONGEST = 12
@@ -120,7 +125,7 @@ def test_lines_objects_and_the_standard_input_are_read(
     (tmp_path / "texts.tsv").write_text("\n".join(TEXTS) + "\n")
     expected = run(folder, tmp_path / "given.npy", *TEXTS)
     assert (run(folder, tmp_path / "lines.npy", "--input", str(tmp_path / "texts.tsv")) == expected).all()
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS)))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(TEXTS).encode())))
     assert (run(folder, tmp_path / "stdin.npy", "--input", "-") == expected).all()
     records = [{"id": number, "a": "a river", "b": "the closed bank was old"} for number in (7, 8)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -129,9 +134,32 @@ def test_lines_objects_and_the_standard_input_are_read(
         **{"id": "8", "text": "a river", "pair": "the closed bank was old"}
     }
     assert (np.stack(table["vector"].to_numpy())[0] == expected[3]).all()
-    (tmp_path / "latin").write_bytes(b"the\n\xff\n")
-    assert main(["--model", str(folder), "--out", str(tmp_path / "no.npy"), "--input", str(tmp_path / "latin")]) == 2
-    assert not (tmp_path / "no.npy").exists()
+
+
+def test_a_line_ends_at_a_line_feed_and_a_byte_order_mark_is_no_text(folder: Path, tmp_path: Path) -> None:
+    expected = run(folder, tmp_path / "given.npy", "the bank", "old")
+    path = tmp_path / "texts"
+    for number, content in enumerate((b"the\rbank\r\nold\r\n", b"\xef\xbb\xbfthe bank\nold")):
+        path.write_bytes(content)
+        assert (run(folder, tmp_path / f"{number}.npy", "--input", str(path)) == expected).all()
+    path.write_bytes(b'\xef\xbb\xbf{"a": "the\\rbank"}\r\n{"a": "old"}\n')
+    assert (run(folder, tmp_path / "json.npy", "--input", str(path), "--json", "a") == expected).all()
+
+
+@pytest.mark.parametrize("content", ["the\nbank".encode("utf-16"), "a\n".encode("utf-16-le"), b"the \xff\nbank\n"])
+def test_what_is_not_utf_8_is_named_by_its_line(
+    folder: Path, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "texts"
+    for place, start in (("line 1", b""), ("line 3", b"the\nold\n")):
+        path.write_bytes(start + content)
+        assert main(["--model", str(folder), "--out", str(tmp_path / "no.npy"), "--input", str(path)]) == 2
+        error = f"trainer.encode: error: {path}, {place}: not UTF-8 text; save it as UTF-8\n"
+        assert capsys.readouterr().err == error and os.listdir(tmp_path) == ["texts"]
+    assert (
+        main(["--model", str(folder), "--out", str(tmp_path / "no.npy"), "the", "\udcff"]) == 2
+    )  # a byte as Python has it
+    assert "text 2: not UTF-8 text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,7 +172,8 @@ def test_lines_objects_and_the_standard_input_are_read(
         (["--input", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
         (["--json", "a,b", "the"], "text 1: no JSON object with a and b"),
         (["the", "bank " * 30], "text 2: "),
-        (["--pool", "pooler", "--layers", "mean4", "the"], "its pooler reads the last one"),
+        (["--pool", "pooler", "--layers", "mean4", "the"], "the pooler reads the last layer alone"),
+        (["--input", "."], "--input . is a folder"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_no_file(
@@ -181,7 +210,7 @@ def test_a_model_without_a_pooler_has_none(folder: Path, tmp_path: Path) -> None
     assert load_bert(bare)[2] == ["pooler", "MLM head", "NSP head"]
     assert main(["--model", str(bare), "--out", str(tmp_path / "out.npy"), "--pool", "pooler", "the"]) == 2
     assert run(bare, tmp_path / "out.npy", "the").shape == (1, model.model.hidden)
-    with pytest.raises(TrainerError, match="no whole checkpoint"):
+    with pytest.raises(TrainerError, match=f"{tmp_path} holds neither the config.json of a Hugging Face BERT nor a"):
         load_bert(tmp_path)
 
 
@@ -215,3 +244,69 @@ def test_any_number_of_rows_has_the_header_that_numpy_reads(tmp_path: Path) -> N
             write_npy(file, [part, replace(part, start=1)])
         assert (np.load(tmp_path / "x.npy") == np.concatenate([block, block])).all()
     assert Pooling() == Pooling("mean", "last")
+
+
+def test_files_and_kernels_are_looked_at_before_the_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        assert main(["--model", str(tmp_path / "no model"), *arguments]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        return line.removeprefix("trainer.encode: error: ")
+
+    missing = tmp_path / "missing"
+    assert said("--out", str(missing / "x.npy"), "the").startswith(f"{missing}, the folder of x.npy, is not there: ")
+    assert said("--out", str(tmp_path / "x.npy"), "--input", str(tmp_path)).startswith(
+        f"--input {tmp_path} is a folder"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "TRITON_MISSING", "ImportError: no module")
+    line = said("--out", str(tmp_path / "x.npy"), "the")
+    assert line.startswith("the kernels need Triton on a GPU (ImportError: no module)") and "set --kernels to" in line
+
+
+def test_two_mistakes_are_two_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, name, other in ((["--out", "e.csv"], "--out", "--json"), (["--json", "a,b,c"], "--json", "--out")):
+        with pytest.raises(SystemExit) as end:
+            main(["--model", "m", "--out", "e.npy", *arguments, "the"])
+        [line] = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2 and f"error: {name} is {arguments[1]}: must" in line and other not in line
+
+
+def test_a_pooler_that_nobody_asked_for_is_not_spoken_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = Bert(replace(load_bert(folder)[0].model, layers=1))
+    monkeypatch.setattr(encode, "load_bert", lambda path, tell: (small, folder, []))
+    arguments = ["--model", "m", "--out", str(tmp_path / "x.npy"), "--pool", "cls", "--layers", "concat4", "the"]
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("--layers concat4: it takes 4 layers, and the model has 1: use --layers last")
+
+
+def test_a_fine_tuned_model_without_a_class_of_transformers_is_read(folder: Path, tmp_path: Path) -> None:
+    """The folder that a head with a hidden layer leaves: the encoder's and pooler's vectors are what they were."""
+    columns = Columns(("a",), "label")
+    (tmp_path / "train.tsv").write_text("a\tlabel\nthe\tno\nold\tyes\n")
+    task = known("sentence").make(Wish(tmp_path / "train.tsv", columns, False, None, True), lambda text: None)
+    bert = load_bert(folder)[0]
+    tuned = TaskModel(bert.model, task, 0)
+    tuned.load_state_dict(bert.state_dict(), strict=False)
+    write_model(tmp_path / "model", tuned.state_dict(), bert.model, task, load_tokenizer(folder), lambda text: None)
+    assert sorted(os.listdir(tmp_path / "model"))[-1] == "weights.safetensors"
+    for pool in ("mean", "pooler"):
+        ours, theirs = (
+            run(path, tmp_path / f"{path.name}-{pool}.npy", "--pool", pool, *TEXTS)
+            for path in (tmp_path / "model", folder)
+        )
+        assert (ours == theirs).all()
+    assert load_bert(tmp_path / "model")[2] == ["MLM head", "NSP head"]
+    told: list[str] = []
+    assert "head_weight" not in read(tmp_path / "model", told.append).tensors
+    assert told[1].endswith("not used: head_bias, head_in_bias, head_in_weight, head_weight")
+
+    tensors = {name: w for name, w in tuned.state_dict().items() if name != "layers.4.mlp_in_bias"}
+    (tmp_path / "model" / "weights.safetensors").unlink()
+    write(tensors, bert.model, tmp_path / "model" / "weights.safetensors")
+    with pytest.raises(TrainerError, match=r"1 parameters differ, first layers.4.mlp_in_bias \(absent there"):
+        load_bert(tmp_path / "model")

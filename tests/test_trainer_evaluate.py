@@ -238,7 +238,7 @@ def test_the_command_refuses_shards_of_another_vocabulary(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path: Bert(tiny_model))
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path, tell: Bert(tiny_model))
     arguments = ["--checkpoint", "run", "--heldout", str(tiny_shards), "--train", str(own_shards)]
     assert main(arguments) == 0
     assert '"mask_unigram_entropy": ' in capsys.readouterr().out
@@ -268,7 +268,7 @@ def test_the_command_reads_data_sets_at_addresses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """To the same figures; of the training data, no shard is fetched."""
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path: Bert(tiny_model, seed=3))
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path, tell: Bert(tiny_model, seed=3))
     address, cache = f"file://{own_shards}", tmp_path / "cache"
     told = []
     for place in (str(own_shards), address):
@@ -342,7 +342,9 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     alone = json.loads(capsys.readouterr().out)
     ended = ranks.finish(ranks.fork(2, "trainer/evaluate.py", *command, "--micro-batch", "7"))
     assert [code for code, _ in ended] == [0, 0], ended
-    assert json.loads(ended[0][1]) == pytest.approx(alone, rel=1e-6) and not ended[1][1]
+    said, figures = ended[0][1].split("{")  # one rank's, and both of its streams
+    assert said.startswith("trainer.evaluate: kernels: ") and said.count("\n") == 1
+    assert json.loads("{" + figures) == pytest.approx(alone, rel=1e-6) and not ended[1][1]
     last = lines(run, "heldout")[-1]
     assert {name: last[name] for name in alone if name in last} == pytest.approx(
         {name: alone[name] for name in alone if name in last}, rel=1e-6
@@ -355,7 +357,7 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
 def test_ranks_share_the_samples_of_the_command(
     tiny_shards: Path, tiny_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path: Bert(tiny_model))
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path, tell: Bert(tiny_model))
     seen: list[int] = []
     monkeypatch.setattr(
         trainer.evaluate, "evaluate_context", lambda _, loader, *rest: seen.extend(sequences([list(loader.sweep(16))]))

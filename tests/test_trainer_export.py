@@ -171,8 +171,15 @@ def test_masks_are_filled_as_transformers_fills_them(tokenizer: Path, capsys: py
         assert [share for mask in masks for _, share in mask] == pytest.approx(best.values.flatten().tolist(), rel=1e-4)
     assert fill_main(["--model", str(folder), "--top", "2", *texts]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
-    assert fill_main(["--model", str(folder), "w1"]) == 2
-    assert "trainer.fill_mask: error: no [MASK] in the 24 tokens that the model holds" in capsys.readouterr().err
+    for text, said in (("w1", "no [MASK] in 'w1'"), ("[MASK] \udcff", r"'[MASK] \udcff' is not UTF-8 text")):
+        assert fill_main(["--model", str(folder), "[MASK]", text]) == 2
+        assert capsys.readouterr().err.startswith(f"trainer.fill_mask: error: {said}")
+    assert fill_main(["--model", str(folder), "a [MASK] " + "w1 " * 300 + "[MASK]"]) == 2
+    shown = "'a [MASK] " + "w1 " * 16 + "…'"
+    error = (
+        f"trainer.fill_mask: error: 1 of 2 [MASK] beyond the 24 tokens that the model holds of {shown}: shorten it\n"
+    )
+    assert capsys.readouterr() == ("", error)
 
 
 def test_a_folder_that_is_not_the_trained_model_fails_the_check(tokenizer: Path) -> None:
@@ -319,7 +326,7 @@ def test_damaged_and_missing_files_are_one_line(tokenizer: Path) -> None:
     with pytest.raises(TrainerError, match="holds no object"):
         export.read_folder(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(TrainerError, match="config.json cannot be read"):
+    with pytest.raises(TrainerError, match="config.json cannot be read: .*; fetch or export it again"):
         export.read_folder(folder)
 
 
@@ -339,5 +346,8 @@ def test_the_tokenizer_stops_where_the_models_positions_end(tokenizer: Path) -> 
     assert loaded.model_max_length == TINY.max_positions
     model, own, _ = load_bert(folder)
     assert fill_masks(model, load_tokenizer(own), ["[MASK] " + "w1 " * 1000], top=1)
-    with pytest.raises(TrainerError, match=r"no \[MASK\] in the 24 tokens"):
-        fill_masks(model, load_tokenizer(own), ["w1 " * 1000 + "[MASK]"])
+    [[_, _]] = fill_masks(
+        model, load_tokenizer(own), ["[MASK] " + "w1 " * 20 + "[MASK]"], top=1
+    )  # 24 with [CLS], [SEP]
+    with pytest.raises(TrainerError, match=r"1 of 2 \[MASK\] beyond the 24 tokens"):
+        fill_masks(model, load_tokenizer(own), ["[MASK] " + "w1 " * 21 + "[MASK]"])

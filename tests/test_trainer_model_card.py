@@ -114,6 +114,13 @@ def test_what_was_not_recorded_is_left_out(found: Checkpoint, tmp_path: Path) ->
     assert "nothing is known but what stands above" in text
 
 
+def test_whatever_is_stated_is_text_in_the_front_matter(found: Checkpoint, tmp_path: Path) -> None:
+    for number, stated in enumerate((("my licence: none", "no"), ("# 'a' \"b\"\n---\n" + "é " * 60, "- en"))):
+        front, _ = card(found, tmp_path / str(number), *stated)
+        assert (front["license"], front["language"]) == stated and front["tags"] == ["bert"]
+    assert card(found, tmp_path / "unstated", None, "no")[0]["license"] is None
+
+
 def test_a_file_that_is_no_journal_is_one_line(found: Checkpoint, tmp_path: Path) -> None:
     found.folder.parent.mkdir()
     (found.folder.parent / "metrics.jsonl").write_text('{"event": "heldout", "loss": 1}\n')

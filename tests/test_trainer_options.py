@@ -45,11 +45,9 @@ def run(tiny_shards: Path, tiny_model: ModelConfig, tmp_path_factory: pytest.Tem
     tree = to_tree(load(write_config(home, tiny_shards, 10), []))
     identity = {"phases": [{"shards": manifest_hash(tiny_shards), "global_batch": 30}]}
     state = asdict(TrainState(step=1, phase_step=1))
-    save(folder, Bert(tiny_model).state_dict(), {"config": tree, "state": state, "identity": identity} | PRECISION)
+    record = {"config": tree, "state": state, "identity": identity, "precision": "fp32"}
+    save(folder, Bert(tiny_model).state_dict(), record)
     return home / "run"
-
-
-PRECISION = {"precision": "fp32"}
 
 
 def save(folder: Path, tensors: dict[str, Tensor], record: dict[str, object]) -> None:
@@ -98,8 +96,8 @@ def test_weights_that_are_no_numbers_are_refused(
     save(found.folder, tensors, found.record)
     assert command(name, own, tiny_shards) == 2
     [line] = capsys.readouterr().err.splitlines()
-    said = f"trainer.{name}: error: checkpoint {found.folder}: layers.0.mlp_in_bias holds NaN or infinity"
-    assert line.replace("error: /", "error: checkpoint /").startswith(said) and "name an older checkpoint" in line
+    assert line.startswith(f"trainer.{name}: error: ") and "name an older checkpoint" in line
+    assert f"{found.folder}: mlm_bias holds NaN or infinity" in line  # the first of the two
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -117,7 +115,7 @@ def test_kernels_are_chosen_and_refused_before_anything_is_loaded(
     told = [] if name == "fill_mask" else [f"trainer.{name}: kernels: torch (asked for)"]
     assert [line for line in capsys.readouterr().err.splitlines() if "kernels" in line] == told
     monkeypatch.setattr(backend, "TRITON_MISSING", "ImportError: none\nhere")
-    assert command(name, tmp_path / "no model", tiny_shards, "--kernels", "triton") == 2
+    assert command(name, tmp_path / "none", tiny_shards, "--kernels", "triton") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trainer.{name}: error: the kernels need Triton on a GPU (ImportError: none here)")
     assert "set --kernels to torch" in line

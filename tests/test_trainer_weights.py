@@ -99,8 +99,8 @@ def test_a_file_comes_back_with_equal_bits(file: Path) -> None:
 def test_a_file_is_whole_or_not_there_and_replaces_none(file: Path) -> None:
     with pytest.raises(TrainerError, match="is already there"):
         weights.write(trained(), TINY, file)
-    with pytest.raises(OSError):
-        weights.write(trained(), TINY, file / "below" / "a-file")
+    with pytest.raises(TrainerError, match=f"{file}, the folder of below, is not there: make it"):
+        weights.write(trained(), TINY, file / "below")
     assert os.listdir(file.parent) == [file.name]
 
 
@@ -161,6 +161,27 @@ def test_what_is_no_weights_is_one_line(tmp_path: Path, content: bytes | None) -
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, vocabulary: Path, value: float) -> None:
+    wrong = trained()
+    wrong["layers.0.mlp_in_bias"][7] = value
+    write_folder(wrong, TINY, vocabulary, tmp_path / "bert")
+    weights.write(wrong, TINY, tmp_path / "plain.safetensors")
+    for path in (tmp_path / "bert", tmp_path / "plain.safetensors"):
+        with pytest.raises(TrainerError, match=f"^{path}: layers.0.mlp_in_bias holds NaN or infinity.*export the weig"):
+            read(path, untold)
+
+
+def test_a_folder_that_holds_no_model_is_told_what_it_lacks(tmp_path: Path, vocabulary: Path) -> None:
+    write_folder(trained(), TINY, vocabulary, tmp_path / "bert")
+    (tmp_path / "bert" / "config.json").unlink()
+    for folder in (tmp_path / "bert", tmp_path):
+        with pytest.raises(
+            TrainerError, match=f"^{folder} holds neither the config.json of a Hugging Face BERT nor a c"
+        ):
+            read(folder, untold)
+
+
 def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp_path: Path) -> None:
     """A Hugging Face folder's and a run's, token by token; a file's by its hash."""
     own = tiny_shards / "tokenizer"
@@ -216,6 +237,11 @@ def test_a_checkpoints_weights_go_out_without_a_launcher_and_into_another_run(
     assert len(moments) >= 2 * len(after.shapes) and not any(tensor.any() for tensor in moments.values())
     assert weights.main([str(tmp_path), str(tmp_path / "none")]) == 2
     assert f"trainer.weights: error: no whole checkpoint in {tmp_path}" in capsys.readouterr().err
+    assert weights.main([str(first), str(tmp_path / "missing" / "w.safetensors")]) == 2
+    error = (
+        f"trainer.weights: error: {tmp_path / 'missing'}, the folder of w.safetensors, is not there: make it, or name"
+    )
+    assert capsys.readouterr().err == error + " another\n"
 
 
 def test_a_run_starts_from_weights_once_and_never_when_it_resumes(tiny_shards: Path, tmp_path: Path) -> None:

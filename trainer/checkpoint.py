@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,25 +147,32 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
 
 
-def load_model(path: Path) -> Bert:
-    """The model of one checkpoint, or of the newest one in a run's folder; fp32, on the CPU.
+def load_model(path: Path, tell: Callable[[str], None] = lambda text: None) -> Bert:
+    """The model of one checkpoint, or of the newest one in a run's folder, as :func:`find` finds it; fp32, on the CPU.
 
-    Raises TrainerError when there is no whole checkpoint.
+    Raises TrainerError when there is no whole checkpoint, or none of finite weights.
     """
-    checkpoint = find(path)
+    checkpoint = find(path, tell)
+    weights = load_weights(checkpoint)
+    require_finite(f"checkpoint {checkpoint.folder}", weights)
     model = Bert(ModelConfig(**checkpoint.record["config"]["model"]))
-    model.load_state_dict(load_weights(checkpoint))
+    model.load_state_dict(weights)
     return model
 
 
-def find(path: Path) -> Checkpoint:
-    """``path`` as a checkpoint, or the newest whole one in it. Raises TrainerError without any."""
+def find(path: Path, tell: Callable[[str], None] = lambda text: None) -> Checkpoint:
+    """``path`` as a checkpoint, or the newest whole one in it. Raises TrainerError without any.
+
+    ``tell`` is told of each newer one that is passed over, and why.
+    """
     if (path / "checkpoint.json").is_file():
         return read(path)
     found, passed = newest(path)
     if found is None:
         advice = f"no whole checkpoint in {path}: name a run's folder, or a step-… folder in it"
         raise TrainerError("; ".join([advice, *passed]))
+    for problem in passed:
+        tell(f"warning: not used: {problem}; {found.folder.name} is taken in its place")
     return found
 
 
@@ -193,6 +200,17 @@ def require_shapes(what: str, theirs: dict[str, torch.Size], ours: dict[str, tor
         f"{what} is of another model: {len(different)} parameters differ, first {name} ({there} there, {here} in this "
         "run): restore the model section, or name another folder"
     )
+
+
+def require_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises TrainerError naming the first of the floating tensors that holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        wide = tensor if tensor.itemsize > 1 else tensor.float()  # PyTorch does not ask it of one byte
+        if tensor.is_floating_point() and not wide.isfinite().all():
+            raise TrainerError(
+                f"{what}: {name} holds NaN or infinity, so nothing can be computed from it: name an older checkpoint, "
+                "or fetch or export the weights again"
+            )
 
 
 # ---- what reading and writing share ----------------------------------------------------------------------------

@@ -12,12 +12,14 @@ these are its fields (its ``id`` is kept, too). Rows come in the order of the te
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +31,15 @@ from torch import Tensor
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
 from data_prep.tokenizer import Tokenizer, load_tokenizer
+from kernels import backend
 from trainer.batch import Rows
 from trainer.errors import TrainerError
 from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, fit, pack
 from trainer.model import Bert, pool
+from trainer.options import OneLineParser, add_kernels, one_line
 from trainer.vectors import Part, Text, write_npy, write_parquet
-from trainer.weights import load_bert
+from trainer.weights import load_bert, require_new
 
 POOLS = ("mean", "max", "cls", "pooler")
 LAYERS = ("last", "mean4", "concat4")
@@ -61,7 +65,7 @@ class Pooling:
 def read_texts(lines: Iterable[str], place: str, fields: Sequence[str] = ()) -> Iterator[Text]:
     """One text or pair a line; with ``fields``, of JSON objects. Raises TrainerError for a line that is none."""
     for number, line in enumerate(lines, 1):
-        where, line = f"{place} {number}", line.rstrip("\r\n")
+        where, line = f"{place} {number}", line.removesuffix("\n").removesuffix("\r")
         identity = None
         if fields:
             try:
@@ -75,6 +79,18 @@ def read_texts(lines: Iterable[str], place: str, fields: Sequence[str] = ()) -> 
         if len(texts) > 2 or not all(isinstance(text, str) and text.strip() for text in texts):
             raise TrainerError(f"{where}: no text, an empty one, or more than two: write one, or two and a tab between")
         yield Text(where, texts[0], texts[1] if len(texts) > 1 else None, identity)
+
+
+def decoded(lines: Iterable[bytes], place: str) -> Iterator[str]:
+    """Lines of UTF-8, with a byte order mark or without. Raises TrainerError for one that is something else."""
+    for number, line in enumerate(lines, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:  # every other byte of UTF-16 without a mark
+            raise TrainerError(f"{place} {number}: not UTF-8 text; save it as UTF-8")
+        yield text
 
 
 def to_examples(texts: Sequence[Text], tokenizer: Tokenizer, longest: int, marked: bool) -> list[tuple[Example, int]]:
@@ -217,9 +233,12 @@ def _gathered(texts: Iterable[Text], most: int) -> Iterator[list[Text]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0, or 2 after one line."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.encode", description=__doc__.split("\n")[0])
+    parser = OneLineParser(prog="python -m trainer.encode", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--model", required=True, type=Path, help="a run's folder, a checkpoint, or a Hugging Face BERT"
+        "--model",
+        required=True,
+        type=Path,
+        help="a run's folder, a checkpoint, a Hugging Face BERT, or a fine-tuned one",
     )
     parser.add_argument("--out", required=True, type=Path, help="the .npy or .parquet file to write; must not exist")
     parser.add_argument("--input", help="a file of texts, one a line; - is the standard input")
@@ -229,6 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", action="store_true", help="a row for each token instead, into .parquet")
     parser.add_argument("--marked", action="store_true", help="a row for each token between [[ and ]], into .parquet")
     parser.add_argument("--cut", action="store_true", help="cut texts that are too long, instead of refusing them")
+    add_kernels(parser)
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts, where there is no --input")
     options = parser.parse_args(arguments)
     single = options.tokens or options.marked
@@ -236,59 +256,68 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("name either --input or texts")
     if single and (options.pool or options.out.suffix != ".parquet"):
         parser.error("--tokens and --marked write rows of single tokens: without --pool, into a .parquet file")
-    if options.out.suffix not in _WRITERS or options.json.count(",") > 1:
-        parser.error("--out must end in .npy or .parquet, and --json has one field, or two")
+    if options.out.suffix not in _WRITERS:
+        parser.error(f"--out is {options.out}: must end in .npy or .parquet")
+    if options.json.count(",") > 1:
+        parser.error(f"--json is {options.json}: must name one field, or two")
     try:
-        _run(options, single)
-    except (TrainerError, DataError, OSError) as error:
-        print(f"trainer.encode: error: {' '.join(str(error).split())}", file=sys.stderr)
+        with backend.using(options.kernels), _lines(options) as (lines, place):
+            _run(options, single, read_texts(lines, place, list(filter(None, options.json.split(",")))))
+    except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
+        print(f"trainer.encode: error: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
 
-def _run(options: argparse.Namespace, single: bool) -> None:
-    if options.out.exists():
-        raise TrainerError(f"{options.out} is already there: name a file that is not")
+def _run(options: argparse.Namespace, single: bool, texts: Iterable[Text]) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernels = backend.resolve(device)
+    require_new(options.out)
     pooling = Pooling("tokens" if single else options.pool or "mean", options.layers)
-    model, folder, missing = load_bert(options.model)
+    if pooling.layers != "last" and pooling.pool == "pooler":
+        raise TrainerError(f"--layers {pooling.layers}: the pooler reads the last layer alone: use --layers last")
+    model, folder, missing = load_bert(options.model, partial(print, "trainer.encode:", file=sys.stderr))
     tokenizer = load_tokenizer(folder)
-    if pooling.layers != "last" and (model.model.layers < _FOUR or pooling.pool == "pooler"):
+    if pooling.layers != "last" and model.model.layers < _FOUR:
         raise TrainerError(
-            f"--layers {pooling.layers}: the model has {model.model.layers} layers, and its pooler reads the last one: "
-            "use --layers last"
+            f"--layers {pooling.layers}: it takes {_FOUR} layers, and the model has {model.model.layers}: use --layers "
+            "last"
         )
     if pooling.pool == "pooler" and "pooler" in missing:
         raise TrainerError(f"{options.model} has no pooler: choose another --pool")
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    with _lines(options) as (lines, place):
-        texts = read_texts(lines, place, list(filter(None, options.json.split(","))))
-        parts = _told(encode_parts(texts, model, tokenizer, pooling, options.marked, options.cut))
-        with replacing(options.out) as file:
-            _WRITERS[options.out.suffix](file, parts, tokenizer.pieces if single else None)
+    model.to(device).eval()
+    parts = encode_parts(texts, model, tokenizer, pooling, options.marked, options.cut)
+    parts = _told(parts, f"kernels: {kernels.name} ({kernels.reason})")
+    with replacing(options.out) as file:
+        _WRITERS[options.out.suffix](file, parts, tokenizer.pieces if single else None)
     print(options.out)
 
 
 @contextmanager
 def _lines(options: argparse.Namespace) -> Iterator[tuple[Iterable[str], str]]:
-    """The lines that the command was given, and what one of them is called."""
-    try:
-        match options.input:
-            case None:
-                yield options.texts, "text"
-            case "-":
-                yield sys.stdin, "line"
-            case path:
-                with open(path, encoding="utf-8") as file:
-                    yield file, f"{path}, line"
-    except UnicodeDecodeError as error:
-        raise TrainerError(f"the input {options.input} is not UTF-8 ({error})") from None
+    """The lines that the command was given, parted by line feeds alone, and what one of them is called."""
+    match options.input:
+        case None:
+            yield decoded(map(os.fsencode, options.texts), "text"), "text"
+        case "-":
+            yield decoded(sys.stdin.buffer, "line"), "line"
+        case path if Path(path).is_dir():
+            raise TrainerError(f"--input {path} is a folder: name a file of texts in it")
+        case path:
+            with open(path, "rb") as file:
+                yield decoded(file, f"{path}, line"), f"{path}, line"
 
 
-def _told(parts: Iterable[Part]) -> Iterator[Part]:
-    """The parts, with a line now and then that says how far they are. Raises TrainerError where there is none."""
+def _told(parts: Iterable[Part], first: str) -> Iterator[Part]:
+    """The parts, with ``first`` as a line, then one now and then that says how far they are.
+
+    Raises TrainerError where there is none.
+    """
     began = told = time.monotonic()
     done = 0
     for part in parts:
+        if not done:
+            print(f"trainer.encode: {first}", file=sys.stderr, flush=True)
         yield part
         done, now = part.start + len(part.texts), time.monotonic()
         if now - told > _PATIENCE:

@@ -1,8 +1,9 @@
 """Held-out figures of a model: losses and accuracies, and whether it has learnt from context.
 
     python -m trainer.evaluate --checkpoint RUN_OR_STEP_FOLDER --heldout SHARDS --train SHARDS
-    torchrun --nproc-per-node 8 -m trainer.evaluate …     # or another launcher: each sample once, the same figures
+    torchrun --nproc-per-node 8 -m trainer.evaluate …     # or another launcher: each sample once
 
+The figures of any number of ranks are the same but for the rounding of sums in another order: some 5e-8 of them.
 SHARDS is a folder or an address (https://, s3://, anything that fsspec opens).
 Beside the loss on all targets stands the loss on the positions that [MASK] replaced, where nothing but
 context can tell the word, and two marks for it: the entropy of those targets under the training data's
@@ -16,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +32,7 @@ from torch import Tensor
 from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
+from kernels import backend
 from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
 from trainer.cache import Cache, CacheConfig, open_cache
@@ -38,8 +41,9 @@ from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
 from trainer.model import Bert, ModelConfig, nsp_classes
+from trainer.options import OneLineParser, add_kernels, one_line
 from trainer.remote import is_remote
-from trainer.world import World, from_launcher, join, leave
+from trainer.world import World, from_launcher, join, leave, speaks_first
 
 _SHUFFLE = 3  # what a permutation is drawn for; see trainer/order.py
 _STALL = 30.0  # seconds without a byte of a remote file that end an attempt to fetch it
@@ -172,7 +176,7 @@ def only_mask_token(batch: MicroBatch, mask_id: int) -> MicroBatch:
 def shuffled_context(batch: MicroBatch, special_ids: tuple[int, ...], seed: int) -> MicroBatch:
     """The same batch with each sequence's ordinary unmasked tokens permuted among their places.
 
-    A permutation is a function of (seed, sample number), so the figure is the same for any number of ranks.
+    A permutation is a function of (seed, sample number), so it is the same for any number of ranks.
     """
     tokens = batch.tokens.clone()
     free = ~torch.isin(tokens, torch.tensor(special_ids))
@@ -221,11 +225,12 @@ def evaluate_context(model: Bert, loader: Loader, counts: Tensor, device: torch.
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: one process, or as many as a launcher starts, on GPUs where there are some."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
+    parser = OneLineParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
     parser.add_argument("--train", required=True, help="training shards, for the unigram distribution; likewise")
     parser.add_argument("--micro-batch", type=int, default=64)
+    add_kernels(parser)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     kept = CacheConfig()
     parser.add_argument("--cache-folder", default=kept.folder, help="where remote shards are kept (%(default)s)")
@@ -238,12 +243,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("; ".join(f"--cache-{problem}" for problem in problems))
     try:
         world = from_launcher("auto")
-        command = partial(_evaluate_command, options, cache, world)
-        if world.size > 1:
-            return _on_ranks(command, world)
-        figures = command()
-    except (TrainerError, DataError, OSError) as error:
-        print(f"trainer.evaluate: error: {error}", file=sys.stderr)
+        with backend.using(options.kernels):
+            backend.resolve(world.device.type)
+            command = partial(_evaluate_command, options, cache, world)
+            if world.size > 1:
+                return _on_ranks(command, world)
+            figures = command()
+    except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
+        if not speaks_first():
+            time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
+        print(f"trainer.evaluate: error: {one_line(error)}", file=sys.stderr)
         return 2
     print(json.dumps(figures, indent=1))
     return 0
@@ -258,7 +267,7 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
         try:
             return command()
         except DataError as error:
-            raise TrainerError(str(error)) from None
+            raise TrainerError(one_line(error)) from None
 
     figures = guard(world, meet_and_run)
     if world.is_main:
@@ -268,7 +277,8 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
 
 def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: World) -> dict[str, float]:
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
-    model = load_model(checkpoint).to(world.device)
+    tell = partial(print, "trainer.evaluate:", file=sys.stderr) if world.is_main else _silent
+    model = load_model(checkpoint, tell).to(world.device)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
     manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
     for folder, vocab_size in ((heldout, manifest.tokenizer.vocab_size), (train, trained.tokenizer.vocab_size)):
@@ -292,7 +302,13 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
         counts = torch.from_numpy(np.load(counted))
     except (OSError, ValueError, EOFError) as error:
         raise TrainerError(f"{counted} cannot be read ({error}): restore it") from None
+    kernels = backend.resolve(world.device.type)
+    tell(f"kernels: {kernels.name} ({kernels.reason})")
     return evaluate_context(model, loader, counts, world.device, options.micro_batch)
+
+
+def _silent(text: str) -> None:
+    """Another rank says it."""
 
 
 def _open(place: str, config: CacheConfig, world: World) -> tuple[Path, Cache | None]:

@@ -1,9 +1,8 @@
 """To and from Hugging Face: names and shapes, folders, and the proof that both models are one.
 
-An export is a folder that ``transformers`` loads as ``BertForPreTraining`` with no missing and no
-unexpected name: ``model.safetensors`` in fp32, ``config.json``, and the tokenizer's own files. The
-decoder is tied to the token table there as here, so it is written once, under the table's name. The command adds
-a model card, and by choice ``model.onnx``.
+An export is a folder that ``transformers`` loads as ``BertForPreTraining`` with no missing and no unexpected name:
+``model.safetensors`` in fp32, ``config.json``, and the tokenizer's own files. The decoder is tied to the token table
+there as here, so it is written once, under the table's name. The command adds a model card, by choice ``model.onnx``.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,11 +28,12 @@ from torch import Tensor
 from data_prep.manifest import TOKENIZER_FOLDER
 from trainer import onnx
 from trainer.batch import MicroBatch
-from trainer.checkpoint import find, load_weights, sync
+from trainer.checkpoint import find, load_weights, require_finite, sync
 from trainer.errors import TrainerError
 from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face, unused_names
 from trainer.model import Bert, ModelConfig
 from trainer.model_card import write_card
+from trainer.options import OneLineParser, one_line
 
 TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the largest logit
 
@@ -120,8 +121,8 @@ def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tup
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TrainerError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise TrainerError(f"{folder / 'config.json'} cannot be read: {error}; fetch or export it again") from error
     if not isinstance(config, dict):
         raise TrainerError(f"{folder / 'config.json'} holds no object; is this a BERT's folder?")
     model = _model(config, folder)
@@ -229,8 +230,7 @@ def _check_tokenizer(folder: Path, model: ModelConfig) -> None:
 def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, *, batches: int = 4, seed: int = 0) -> Parity:
     """Compares transformers' model of ``folder`` with Bert of ``weights`` on random batches, in fp32.
 
-    Ours runs unpadded, theirs padded. Raises TrainerError if a name is missing or unexpected, or if a logit
-    differs by more than TOLERANCE of the largest.
+    Ours runs unpadded. Raises TrainerError for a missing or unexpected name, or a difference above TOLERANCE.
     """
     theirs = load_transformers(folder)
     ours = Bert(model)
@@ -303,7 +303,7 @@ def load_transformers(folder: Path, kind: str = "BertForPreTraining") -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0, or 2 after one line."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.export", description="Write a Hugging Face BERT.")
+    parser = OneLineParser(prog="python -m trainer.export", description="Write a Hugging Face BERT.")
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", type=Path, help="by default the one that the run keeps beside its checkpoints")
@@ -316,14 +316,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _run(options)
     except (TrainerError, OSError, SafetensorError) as error:
-        print(f"trainer.export: error: {error}", file=sys.stderr)
+        print(f"trainer.export: error: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
 
 def _run(options: argparse.Namespace) -> None:
-    found = find(options.checkpoint)
+    found = find(options.checkpoint, partial(print, "trainer.export:", file=sys.stderr))
     weights, model = load_weights(found), ModelConfig(**found.record["config"]["model"])
+    require_finite(f"checkpoint {found.folder}", weights)
     said = [f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}"]
 
     def finish(folder: Path) -> None:

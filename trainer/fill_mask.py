@@ -6,19 +6,22 @@ A text may hold several [MASK]s; each is answered by itself, with the others lef
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 
 from data_prep.errors import DataError
 from data_prep.tokenizer import Tokenizer, load_tokenizer
+from kernels import backend
 from trainer.batch import IGNORED, MicroBatch, Rows
 from trainer.errors import TrainerError
 from trainer.finetune.task import Example, collate
 from trainer.model import Bert
+from trainer.options import OneLineParser, add_kernels, one_line
 from trainer.weights import load_bert
 
 MASK = "[MASK]"
@@ -28,7 +31,7 @@ Answer = list[tuple[str, float]]  # tokens and their probabilities, the likelies
 def fill_masks(model: Bert, tokenizer: Tokenizer, texts: list[str], top: int = 5) -> list[list[Answer]]:
     """For each text and each [MASK] in it, the ``top`` likeliest tokens with their probabilities.
 
-    What is beyond the model's positions is cut off. Raises TrainerError if a text holds no [MASK] that is left.
+    What is beyond the model's positions is cut off. Raises TrainerError if a [MASK] is, or if a text holds none.
     """
     examples = [_example(text, tokenizer, model.model.max_positions) for text in texts]
     batch = collate([(example,) for example in examples], range(len(texts)), torch.int64)
@@ -48,37 +51,44 @@ def fill_masks(model: Bert, tokenizer: Tokenizer, texts: list[str], top: int = 5
 
 def _example(text: str, tokenizer: Tokenizer, longest: int) -> Example:
     """[CLS] text [SEP], with its masks at ``places``."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps a byte that is no UTF-8
+        raise TrainerError(f"{shorten(text, 60)!r} is not UTF-8 text: write it as UTF-8")
     specials, tokens, places = tokenizer.specials, [tokenizer.specials.cls], list[int]()
     for number, part in enumerate(text.split(MASK)):
         if number:
             places.append(len(tokens))
             tokens.append(specials.mask)
         tokens += [token for ids in tokenizer.encode([part]) for token in ids]
-    tokens = [*tokens[: longest - 1], specials.sep]
-    kept = tuple(place for place in places if place < longest - 1)
-    if not kept:
+    shown = repr(shorten(text, 60, placeholder=" …"))
+    if not places:
+        raise TrainerError(f"no {MASK} in {shown}; put one where a token is wanted")
+    if lost := sum(place >= longest - 1 for place in places):
         raise TrainerError(
-            f"no {MASK} in the {longest} tokens that the model holds of {text!r}; put one where a token is wanted"
+            f"{lost} of {len(places)} {MASK} beyond the {longest} tokens that the model holds of {shown}: shorten it"
         )
-    return Example(tuple(tokens), (0,) * len(tokens), kept)
+    tokens = [*tokens[: longest - 1], specials.sep]
+    return Example(tuple(tokens), (0,) * len(tokens), tuple(places))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0, or 2 after one line."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.fill_mask", description="Fill [MASK] in texts.")
+    parser = OneLineParser(prog="python -m trainer.fill_mask", description="Fill [MASK] in texts.")
     parser.add_argument("--model", required=True, type=Path, help="a run's folder, a checkpoint, a Hugging Face BERT")
     parser.add_argument("--top", type=int, default=5, help="how many tokens for each [MASK] (%(default)s)")
+    add_kernels(parser)
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text with one [MASK] or more")
     options = parser.parse_args(arguments)
     if options.top < 1:
         parser.error(f"--top is {options.top}: must be 1 or more")
     try:
-        model, folder, missing = load_bert(options.model)
-        if "MLM head" in missing:
-            raise TrainerError(f"{options.model} has no MLM head, which alone knows tokens: name a model that has one")
-        answers = fill_masks(model, load_tokenizer(folder), options.texts, options.top)
-    except (TrainerError, DataError, OSError) as error:
-        print(f"trainer.fill_mask: error: {' '.join(str(error).split())}", file=sys.stderr)
+        with backend.using(options.kernels):
+            backend.resolve("cpu")
+            model, folder, missing = load_bert(options.model, partial(print, "trainer.fill_mask:", file=sys.stderr))
+            if "MLM head" in missing:
+                raise TrainerError(f"{options.model} has no MLM head, which alone knows tokens: name one that has it")
+            answers = fill_masks(model, load_tokenizer(folder), options.texts, options.top)
+    except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
+        print(f"trainer.fill_mask: error: {one_line(error)}", file=sys.stderr)
         return 2
     for text, places in zip(options.texts, answers, strict=True):
         print(text)

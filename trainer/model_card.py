@@ -15,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, Manifest, load_manifest, manifest_hash
 from trainer.checkpoint import Checkpoint
@@ -92,8 +94,9 @@ def read_journal(path: Path, step: int, phases: Sequence[dict[str, Any]]) -> Jou
 
 
 def _front(licence: str | None, language: str | None) -> str:
-    rows = [f"language: {language}"] if language else []
-    rows += [f"license: {licence}" if licence else f"license: {_UNSTATED}"]
+    stated = {name: text for name, text in (("language", language), ("license", licence)) if text}
+    rows = [yaml.safe_dump(stated, allow_unicode=True, width=math.inf).rstrip("\n")] if stated else []
+    rows += [] if licence else [f"license: {_UNSTATED}"]
     return "\n".join(["---", *rows, "library_name: transformers", "pipeline_tag: fill-mask", "tags:", "- bert", "---"])
 
 

@@ -6,14 +6,15 @@ and its tokenizer's sha256 in its metadata: no moments and no step. Writing one 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,14 +22,16 @@ from torch import Tensor
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.tokenizer import load_tokenizer
-from trainer.checkpoint import find, load_weights, require_shapes, sync
+from trainer.checkpoint import find, load_weights, named, require_finite, require_shapes, sync
 from trainer.errors import TrainerError
 from trainer.export import read_folder
 from trainer.hugging_face import missing_heads
-from trainer.model import Bert, ModelConfig
+from trainer.model import Bert, Encoder, ModelConfig
 from trainer.optimizer import LambertOptimizer
+from trainer.options import OneLineParser, one_line
 from trainer.partition import fill_masters
 
+PLAIN = "weights.safetensors"  # in a folder of fine-tuning, where no class of transformers' has its head
 _FREE = ("dropout", "attention_dropout", "initializer_range")  # no weight means another thing under another one
 
 
@@ -76,22 +79,70 @@ def start_from(
 def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
     """The weights of a file that :func:`write` wrote, of a run's or a checkpoint's folder, or of a Hugging Face one.
 
-    ``tell`` is told what a Hugging Face folder lacks. Raises TrainerError for anything else, and for damage.
+    Also of a folder with such a file named weights.safetensors, as fine-tuning leaves one: the encoder in it, and what
+    heads of pre-training there are. ``tell`` is told what a folder lacks, what of it is not used, and which damaged
+    checkpoints are passed over. Raises TrainerError for anything else, for damage, and for NaN or infinity.
     """
-    if (path / "config.json").is_file():
-        named = any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-        return PlainWeights(*read_folder(path, tell), heads_may_lack=True, tokenizer=path if named else None)
     if path.is_dir():
-        found = find(path)
-        beside = found.folder.parent / TOKENIZER_FOLDER
-        own = ModelConfig(**found.record["config"]["model"])
-        return PlainWeights(load_weights(found), own, tokenizer=beside if beside.is_dir() else None)
+        path = source(path, tell)
+    given = _read_folder(path, tell) if path.is_dir() else _read_file(path)
+    require_finite(str(path), given.tensors)
+    return given
+
+
+def source(path: Path, tell: Callable[[str], None]) -> Path:
+    """The folder that is read of a folder: itself, or the newest whole checkpoint in it. Raises TrainerError."""
+    if (path / "config.json").is_file():
+        return path
+    if named(path) or (path / "checkpoint.json").is_file():
+        return find(path, tell).folder
+    if not (path / PLAIN).is_file():
+        raise TrainerError(
+            f"{path} holds neither the config.json of a Hugging Face BERT nor a checkpoint: name the folder of the "
+            "one, or a run's"
+        )
+    return path
+
+
+def _read_folder(path: Path, tell: Callable[[str], None]) -> PlainWeights:
+    own = path if any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt")) else None
+    if (path / "config.json").is_file():
+        return PlainWeights(*read_folder(path, tell), heads_may_lack=True, tokenizer=own)
+    if not (path / "checkpoint.json").is_file():
+        given = _read_file(path / PLAIN)
+        return PlainWeights(*_of_bert(path, given, tell), heads_may_lack=True, tokenizer=own or given.tokenizer)
+    found, beside = find(path), path.parent / TOKENIZER_FOLDER
+    model = ModelConfig(**found.record["config"]["model"])
+    return PlainWeights(load_weights(found), model, tokenizer=beside if beside.is_dir() else None)
+
+
+def _of_bert(path: Path, given: PlainWeights, tell: Callable[[str], None]) -> tuple[dict[str, Tensor], ModelConfig]:
+    """What Bert has a place for; the encoder must be whole."""
+    if given.model is None:
+        raise TrainerError(f"{path / PLAIN} does not say which model its weights are of: write it again")
+    with torch.device("meta"):
+        bert, encoder = (
+            {name: tensor.shape for name, tensor in kind(given.model).state_dict().items()} for kind in (Bert, Encoder)
+        )
+    kept = {name: tensor for name, tensor in given.tensors.items() if name in bert}
+    shapes = {name: tensor.shape for name, tensor in kept.items()}
+    require_shapes(str(path), {n: s for n, s in bert.items() if n not in encoder} | shapes, bert)
+    if heads := missing_heads(kept, given.model):
+        tell(f"{path} has no {', no '.join(heads)}; training would start it from random values")
+    if unused := sorted(given.tensors.keys() - kept.keys()):
+        tell(f"{path}: not used: {', '.join(unused)}")
+    return kept, given.model
+
+
+def _read_file(path: Path) -> PlainWeights:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata() or {}
             said = metadata.get("model")
             model = None if said is None else ModelConfig(**json.loads(said))
+            if model is not None and (problems := model.problems()):
+                raise ValueError("; ".join(problems))
             return PlainWeights(tensors, model, tokenizer=metadata.get("tokenizer"))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainerError(
@@ -127,13 +178,13 @@ def _require_vocabulary(path: Path, theirs: Path | str | None, ours: Path, tell:
     tell(f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents)")
 
 
-def load_bert(path: Path) -> tuple[Bert, Path, list[str]]:
+def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tuple[Bert, Path, list[str]]:
     """A model to use, fp32, on the CPU; the folder of its tokenizer; the names of heads that it lacks, left random.
 
-    ``path``: a run's folder, a checkpoint or a Hugging Face BERT. Raises TrainerError for anything else, and
-    DataError for a tokenizer that cannot be read.
+    ``path``: a folder that :func:`read` takes; ``tell`` is told of damaged checkpoints that are passed over. Raises
+    TrainerError for anything else, and DataError for a tokenizer that cannot be read.
     """
-    given = read(path, lambda text: None)
+    given = read(source(path, tell) if path.is_dir() else path, lambda text: None)
     if given.model is None or not isinstance(given.tokenizer, Path):
         raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
     pieces, rows = load_tokenizer(given.tokenizer).vocab_size, given.model.vocab_size
@@ -152,10 +203,9 @@ def load_bert(path: Path) -> tuple[Bert, Path, list[str]]:
 def write(weights: dict[str, Tensor], model: ModelConfig, out: Path, tokenizer: str | None = None) -> None:
     """Write whole fp32 parameters as one file, whole or not at all; ``tokenizer``: its sha256, where it is known.
 
-    Raises TrainerError if ``out`` is there.
+    Raises TrainerError if ``out`` is there, or its folder is not.
     """
-    if out.exists():
-        raise TrainerError(f"{out} is already there: name a file that is not")
+    require_new(out)
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         known = {} if tokenizer is None else {"tokenizer": tokenizer}
@@ -169,19 +219,30 @@ def write(weights: dict[str, Tensor], model: ModelConfig, out: Path, tokenizer: 
     sync(out.parent)
 
 
+def require_new(out: Path) -> None:
+    """Raises TrainerError if a file to write is there, or its folder is not."""
+    if out.exists():
+        raise TrainerError(f"{out} is already there: name a file that is not")
+    if not out.parent.is_dir():
+        raise TrainerError(f"{out.parent}, the folder of {out.name}, is not there: make it, or name another")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0, or 2 after one line."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.weights", description="Write a checkpoint's weights.")
+    parser = OneLineParser(prog="python -m trainer.weights", description="Write a checkpoint's weights.")
     parser.add_argument("checkpoint", type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("out", type=Path, help="the safetensors file to write; must not exist")
     options = parser.parse_args(arguments)
     try:
-        found = find(options.checkpoint)
+        require_new(options.out)
+        found = find(options.checkpoint, partial(print, "trainer.weights:", file=sys.stderr))
+        weights = load_weights(found)
+        require_finite(f"checkpoint {found.folder}", weights)
         beside = found.folder.parent / TOKENIZER_FOLDER
         tokenizer = load_tokenizer(beside).sha256() if beside.is_dir() else None
-        write(load_weights(found), ModelConfig(**found.record["config"]["model"]), options.out, tokenizer)
+        write(weights, ModelConfig(**found.record["config"]["model"]), options.out, tokenizer)
     except (TrainerError, DataError, OSError, SafetensorError) as error:
-        print(f"trainer.weights: error: {error}", file=sys.stderr)
+        print(f"trainer.weights: error: {one_line(error)}", file=sys.stderr)
         return 2
     print(f"{options.out}: {found.folder}")
     return 0
