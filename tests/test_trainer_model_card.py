@@ -65,7 +65,7 @@ def card(found: Checkpoint, folder: Path, *stated: str | None) -> tuple[dict[str
     """The front matter, and the rest."""
     folder.mkdir()
     write_card(folder, found, *(stated or (None, None)))
-    _, front, rest = (folder / "README.md").read_text().split("---\n", 2)
+    front, rest = (folder / "README.md").read_text().removeprefix("---\n").split("\n---\n", 1)
     return yaml.safe_load(front), rest
 
 

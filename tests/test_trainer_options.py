@@ -45,7 +45,7 @@ def run(tiny_shards: Path, tiny_model: ModelConfig, tmp_path_factory: pytest.Tem
     tree = to_tree(load(write_config(home, tiny_shards, 10), []))
     identity = {"phases": [{"shards": manifest_hash(tiny_shards), "global_batch": 30}]}
     state = asdict(TrainState(step=1, phase_step=1))
-    record = {"config": tree, "state": state, "identity": identity, "precision": "fp32"}
+    record: dict[str, object] = {"config": tree, "state": state, "identity": identity, "precision": "fp32"}
     save(folder, Bert(tiny_model).state_dict(), record)
     return home / "run"
 

@@ -237,7 +237,7 @@ def test_a_checkpoints_weights_go_out_without_a_launcher_and_into_another_run(
     assert len(moments) >= 2 * len(after.shapes) and not any(tensor.any() for tensor in moments.values())
     assert weights.main([str(tmp_path), str(tmp_path / "none")]) == 2
     assert f"trainer.weights: error: no whole checkpoint in {tmp_path}" in capsys.readouterr().err
-    assert weights.main([str(first), str(tmp_path / "missing" / "w.safetensors")]) == 2
+    assert weights.main([str(tmp_path), str(tmp_path / "missing" / "w.safetensors")]) == 2  # looked at first
     error = (
         f"trainer.weights: error: {tmp_path / 'missing'}, the folder of w.safetensors, is not there: make it, or name"
     )

@@ -51,15 +51,15 @@ def fill_masks(model: Bert, tokenizer: Tokenizer, texts: list[str], top: int = 5
 
 def _example(text: str, tokenizer: Tokenizer, longest: int) -> Example:
     """[CLS] text [SEP], with its masks at ``places``."""
+    shown = repr(shorten(text, 60, placeholder=" …"))
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps a byte that is no UTF-8
-        raise TrainerError(f"{shorten(text, 60)!r} is not UTF-8 text: write it as UTF-8")
+        raise TrainerError(f"{shown} is not UTF-8 text: write it as UTF-8")
     specials, tokens, places = tokenizer.specials, [tokenizer.specials.cls], list[int]()
     for number, part in enumerate(text.split(MASK)):
         if number:
             places.append(len(tokens))
             tokens.append(specials.mask)
         tokens += [token for ids in tokenizer.encode([part]) for token in ids]
-    shown = repr(shorten(text, 60, placeholder=" …"))
     if not places:
         raise TrainerError(f"no {MASK} in {shown}; put one where a token is wanted")
     if lost := sum(place >= longest - 1 for place in places):

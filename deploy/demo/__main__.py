@@ -167,7 +167,7 @@ def evaluate() -> None:
 def export() -> None:
     """Write the Hugging Face folder, prove it, and fill masks with it."""
     section("Hugging Face export")
-    command("python", "-m", "trainer.export", "--checkpoint", RUN, "--out", EXPORT, "--check")
+    command("python", "-m", "trainer.export", "--checkpoint", RUN, "--out", EXPORT)
     command("python", "-m", "trainer.fill_mask", "--model", EXPORT, *SENTENCES)
 
 

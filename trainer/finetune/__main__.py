@@ -28,6 +28,7 @@ from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import PICTURE, conclude, summarise, sweep
 from trainer.finetune.tasks import known
 from trainer.journal import say
+from trainer.options import one_line
 from trainer.stop import Stop
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
 
@@ -60,13 +61,12 @@ def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part 
     except (TrainerError, backend.UnavailableError, OSError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
-        fail(f"trainer.finetune: error: {by_option(' '.join(str(error).split()))}")
+        fail(f"trainer.finetune: error: {by_option(one_line(error))}")
 
 
 def by_option(text: str) -> str:
     """An error with a configuration's keys as this command line has them."""
-    names = {"run.device": "--device", "engine.precision": "--precision", "set kernels to": "set --kernels to"}
-    for key, option in names.items():
+    for key, option in {"run.device": "--device", "engine.precision": "--precision"}.items():
         text = text.replace(key, option)
     return text
 

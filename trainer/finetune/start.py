@@ -94,7 +94,7 @@ def _head(name: str) -> str:
 
 def _sha256(path: Path, tokenizer: Tokenizer) -> str:
     """Of what decides a run's numbers: the weights' own file, or a checkpoint's list of parts, and the vocabulary."""
-    names = ("model.safetensors", "pytorch_model.bin", "config.json")
+    names = ("model.safetensors", "pytorch_model.bin", "config.json", "weights.safetensors")
     files = [path / name for name in names if (path / name).is_file()]
     if path.is_file():
         files = [path]
