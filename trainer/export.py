@@ -307,9 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", type=Path, help="by default the one that the run keeps beside its checkpoints")
-    parser.add_argument(
-        "--check", action=argparse.BooleanOptionalAction, default=True, help="against transformers (on)"
-    )
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="by transformers (on)")
     tasks = " or ".join(onnx.OUTPUTS)
     parser.add_argument("--onnx", nargs="?", const="fill-mask", choices=onnx.OUTPUTS, help=f"model.onnx, for {tasks}")
     parser.add_argument("--license", help="for the model card, as Hugging Face spells it: apache-2.0")
