@@ -14,7 +14,7 @@ demo: setup
 	@python -m deploy.demo
 
 test: setup lint
-	@python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
+	@python -m pytest --numprocesses 3 --dist worksteal $(TESTS)
 
 lint: setup
 	@ruff check . && ruff format --check . && mypy

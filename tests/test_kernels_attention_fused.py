@@ -108,8 +108,8 @@ def test_scores_far_below_those_of_zeros_beyond_the_end_stay_finite(dtype: torch
 
 def test_a_token_alone_has_no_gradient_by_its_scores() -> None:
     for dtype in (torch.float16, torch.float32):
-        qkv = draw([1] * 40, 2, 32, dtype)
-        _, gradient = run("triton", qkv, qkv[:, 2].flip(0), [1] * 40, 0.1)
+        qkv = draw([1] * 8, 2, 32, dtype)
+        _, gradient = run("triton", qkv, qkv[:, 2].flip(0), [1] * 8, 0.1)
         assert gradient[:, 2].any() and (dtype == torch.float16 or not gradient[:, :2].any())
 
 

@@ -51,7 +51,7 @@ def test_any_cut_takes_the_same_steps(
     cut = steps(tmp_path, size, stage, micro_batches)
     for name in ("losses", "norms", "heldout"):
         assert cut[name] == pytest.approx(whole[name], rel=2e-6), name
-    assert largest_difference(cut["weights"], whole["weights"]) < 2e-6
+    assert largest_difference(cut["weights"], whole["weights"]) < 4e-6
     assert largest_difference(cut["gradients"], whole["gradients"]) < 1e-5  # nsp_bias: 16 pairs that nearly cancel
     assert cut["unaligned"] == []  # matrix products of others take twice as long on a GPU
     assert set(cut["parts"]) == {"forward", "backward", "reduce", "optimizer"} and min(cut["parts"].values()) > 0
