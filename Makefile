@@ -8,16 +8,19 @@ READY := .venv/.ready-$(shell cksum < requirements.lock | cut -d' ' -f1)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint style setup clean
 
 demo: setup
 	@python -m deploy.demo
 
-test: setup lint
-	@python -m pytest --numprocesses 3 --dist worksteal $(TESTS)
+test: setup style
+	@python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
-lint: setup
-	@ruff check . && ruff format --check . && mypy
+lint: style
+	@mypy
+
+style: setup
+	@ruff check . && ruff format --check .
 
 setup: $(READY)
 
