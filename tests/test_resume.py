@@ -132,14 +132,14 @@ def shoot(life: Life, aim: Aim) -> None:
 
 def test_twenty_kills_change_nothing(config: dict[str, Any], tiny_shards: Path, tmp_path: Path) -> None:
     """Under ZeRO 1; stages 2 and 3: below, and in test_trainer_checkpoint.py."""
-    whole, stage = straight(config, tmp_path / "straight", 2, 1), 1
+    whole = straight(config, tmp_path / "straight", 2, 1)
     order = Order(tuple(shard.samples for shard in load_manifest(tiny_shards).shards), 5, 2)
     landed: Counter[str] = Counter()
     lives = []
     for number, aim in enumerate(plan(order.samples)):
         saved = wholes(tmp_path / "run")
         before = len(lines(tmp_path / "run"))
-        life = Life(config, tmp_path, 2, number, stage, *([aim] if aim.place != "outside" else []))
+        life = Life(config, tmp_path, 2, number, 1, *([aim] if aim.place != "outside" else []))
         if aim.place == "outside":
             shoot(life, aim)
         codes = life.end()
@@ -148,7 +148,7 @@ def test_twenty_kills_change_nothing(config: dict[str, Any], tiny_shards: Path, 
         assert not (life.run / "ended.json").exists()
         assert_came_back(life, saved, before)
         landed.update(kinds(life, order.samples))
-    last = Life(config, tmp_path, 2, KILLS, stage)
+    last = Life(config, tmp_path, 2, KILLS, 1)
     assert last.end() == [0, 0], last.output
     assert_same_steps([*lives, last], whole)
     assert_same_weights(last.run, whole.run)

@@ -43,7 +43,7 @@ from trainer.loader import Loader, filler
 from trainer.model import Bert, ModelConfig, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line
 from trainer.remote import is_remote
-from trainer.world import World, from_launcher, join, leave, speaks_first
+from trainer.world import World, from_launcher, join, leave, speaks_first, together
 
 _SHUFFLE = 3  # what a permutation is drawn for; see trainer/order.py
 _STALL = 30.0  # seconds without a byte of a remote file that end an attempt to fetch it
@@ -264,6 +264,7 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
 
     def meet_and_run() -> dict[str, float]:
         join(world, _TIMEOUT)
+        together(lambda: None, world)  # a rank that fails by itself at once would leave others behind in the meeting
         try:
             return command()
         except DataError as error:
