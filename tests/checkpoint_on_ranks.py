@@ -44,6 +44,7 @@ def main() -> None:
     made = EngineConfig(
         zero_stage=stage,  # type: ignore[arg-type]
         precision=options.get("precision", "fp32"),  # type: ignore[arg-type]
+        offload_optimizer="offload" in options,
         initial_loss_scale=2.0**10,
         loss_scale_growth_interval=2,
     )

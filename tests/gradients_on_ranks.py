@@ -1,6 +1,6 @@
 """Run by test_trainer_gradients.py on each rank: engines that step by prescribed gradients, in several micro-batches.
 
-    python tests/gradients_on_ranks.py OUT PLAN KIND:PRECISION:STAGE[:KERNELS] …
+    python tests/gradients_on_ranks.py OUT PLAN KIND:PRECISION:STAGE[:KERNELS|:offload] …
 
 PLAN is a JSON list of steps, [micro-batches, overflow], overflow "" or "rank:micro-batch". All gradients are multiples
 of 1/16 that every dtype holds, and so are their sums: however they are cut, optimizers without norms take the same
@@ -134,8 +134,8 @@ def take(engine: Engine[Any], kind: str, plan: list[tuple[int, str]], rank: int)
 
 
 def make(text: str, world: World) -> Engine[Any]:
-    kind, precision, stage, *_ = text.split(":")
-    config = EngineConfig(int(stage), precision, initial_loss_scale=SCALE)  # type: ignore[arg-type]
+    kind, precision, stage, *rest = text.split(":")
+    config = EngineConfig(int(stage), precision, "offload" in rest, initial_loss_scale=SCALE)  # type: ignore[arg-type]
     engine: Engine[Any] = Engine(config, Toy(kind), OPTIMIZERS[kind], world, seed=3)
     poison(engine)
     if engine._gradients is not None:  # no padding of a row is read either
@@ -153,7 +153,7 @@ def main() -> None:
     engines = {text: make(text, world) for text in texts}
     told: dict[str, Any] = {}
     for text, engine in engines.items():
-        with backend.using((text.split(":") + ["auto"])[3]):
+        with backend.using("triton" if "triton" in text else "auto"):
             told[text] = take(engine, text.split(":")[0], json.loads(plan), world.rank)
     rows = [weakref.ref(engine._gradients.row) for engine in engines.values() if engine._gradients is not None]
     for engine in engines.values():

@@ -90,7 +90,14 @@ def poison(engine: Engine[Bert]) -> None:
 
 def main() -> None:
     out, stages = sys.argv[1:3]
-    options = {"device": "cpu", "precision": "fp32", "scales": "1", "optimizer": "lamb", "steps": str(STEPS)}
+    options = {
+        "device": "cpu",
+        "precision": "fp32",
+        "scales": "1",
+        "optimizer": "lamb",
+        "steps": str(STEPS),
+        "offload": "",
+    }
     options |= dict(option.split("=", 1) for option in sys.argv[3:])
     world = from_launcher(options["device"])
     join(world, 60)
@@ -99,7 +106,7 @@ def main() -> None:
     replace_forwards()
     told, scales = {}, [float(scale) for scale in options["scales"].split(",")]
     for stage in map(int, stages.split(",")):
-        config = EngineConfig(stage, options["precision"])  # type: ignore[arg-type]
+        config = EngineConfig(stage, options["precision"], bool(options["offload"]))  # type: ignore[arg-type]
         engine = Engine(config, Bert(MODEL, 3), OPTIMIZERS[options["optimizer"]], world, seed=3)
         poison(engine)
         norms = []

@@ -27,7 +27,9 @@ def main() -> None:
     master = torch.zeros(ELEMENTS)
     piece = Slice("a", world.rank * ELEMENTS, 0, ELEMENTS)
     optimizer = make_optimizer(iter([master]), OptimizerConfig())
-    optimizer.bind(Partition((Buffer(master, (piece,)),), {"a": torch.Size([world.size * ELEMENTS])}, True))
+    optimizer.bind(
+        Partition((Buffer(master, (piece,)),), {"a": torch.Size([world.size * ELEMENTS])}, True, world.device)
+    )
     saver = Saver(root, CheckpointConfig(keep=2), optimizer, world)
     found, _ = newest(root)
     for step in itertools.count(1 if found is None else found.record["step"] + 1):

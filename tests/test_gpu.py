@@ -140,12 +140,14 @@ def test_gradients_of_micro_batches_add_up_in_fp32(
         ("bf16", "1", "1,2,3", 1e-2),
     ],
 )
+@pytest.mark.parametrize("offload", ["", "1"])
 def test_every_stage_takes_the_papers_steps(
-    tmp_path: Path, precision: str, scales: str, stages: str, bound: float
+    tmp_path: Path, precision: str, scales: str, stages: str, bound: float, offload: str
 ) -> None:
     """Prescribed gradients, padding of NaN, any loss scale: 20 clipped steps of LAMB through the engine."""
     script, out = "tests/prescribed_on_ranks.py", tmp_path / "out.pt"
-    options = ("device=cuda", f"precision={precision}", f"scales={scales}")
+    stages = stages.removeprefix("0,") if offload else stages
+    options = ("device=cuda", f"precision={precision}", f"scales={scales}", f"offload={offload}")
     ended = ranks.finish(ranks.start(gpus(), script, str(out), stages, *options))
     assert {code for code, _ in ended} == {0}, "\n".join(output for _, output in ended)
     start = Bert(prescribed.MODEL, seed=3).state_dict()
@@ -163,9 +165,10 @@ def test_every_stage_takes_the_papers_steps(
 
 
 @STAGES
-def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("offload", ["", "offload=optimizer"])
+def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path: Path, stage: int, offload: str) -> None:
     """In fp16, while the loss scale moves."""
-    options = ("device=cuda", "precision=fp16")
+    options = ("device=cuda", "precision=fp16", *filter(None, [offload]))
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     for root, parts in ((straight, (6,)), (halves, (3, 3))):
         root.mkdir()

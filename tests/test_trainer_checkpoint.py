@@ -70,11 +70,12 @@ def test_same_ranks_go_on_bit_for_bit_and_both_ways_of_saving_write_the_same_byt
 
 
 def test_a_run_in_fp16_goes_on_bit_for_bit_under_zero_3_while_its_loss_scale_moves(tmp_path: Path) -> None:
+    """Also when its optimizer moves into the host's memory."""
     straight, halves = tmp_path / "straight", tmp_path / "halves"
-    for root, parts in ((straight, (6,)), (halves, (3, 3))):
+    for root, parts in ((straight, [(6, "")]), (halves, [(3, ""), (3, "offload=optimizer")])):
         root.mkdir()
-        for steps in parts:
-            ended = train(root, 2, 3, steps, "precision=fp16")
+        for steps, offload in parts:
+            ended = train(root, 2, 3, steps, "precision=fp16", *filter(None, [offload]))
             assert [code for code, _ in ended] == [0, 0], ended
     assert losses(halves, 0) + losses(halves, 3) == losses(straight, 0)
     assert contents(halves / "step-00000006") == contents(straight / "step-00000006")

@@ -157,6 +157,13 @@ def test_low_precision_at_stage_0_is_refused_in_one_line(precision: str) -> None
     assert all(EngineConfig(stage, precision).problems() == [] for stage in (1, 2, 3))  # type: ignore[arg-type]
 
 
+def test_an_optimizer_in_the_hosts_memory_is_refused_where_it_cannot_be() -> None:
+    [problem] = EngineConfig(0, offload_optimizer=True).problems()
+    assert problem == "offload_optimizer does not go with zero_stage 0: set zero_stage to 1, 2 or 3, or leave it out"
+    [problem] = EngineConfig(1, offload_optimizer=True, kernels="triton").problems()
+    assert problem.startswith("offload_optimizer steps on processors, where Triton does not run: set kernels to auto")
+
+
 def test_fp16_on_a_cpu_is_refused_in_one_line() -> None:
     with pytest.raises(TrainerError, match="engine.precision is fp16 but this run is on CPUs"):
         resolve_precision(EngineConfig(precision="fp16"), torch.device("cpu"))
@@ -174,6 +181,7 @@ def test_deepspeed_config_states_what_deepspeed_would_default() -> None:
     assert derived["fp16"] == {"enabled": True, "loss_scale": 1.0}  # static
     assert derived["train_batch_size"] == 4
     assert derived["zero_optimization"]["stage"] == 2
+    assert derived["zero_optimization"]["offload_optimizer"]["device"] == "none"
     assert derived["zero_optimization"]["reduce_bucket_size"] == 1002  # even, holds all parameters
 
 

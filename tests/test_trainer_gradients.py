@@ -22,10 +22,14 @@ from trainer.partition import Halves
 # Micro-batches of the steps, and who overflows in which of them: the first, the last, the only one.
 PLAN = [(1, ""), (3, ""), (3, "0:0"), (2, ""), (2, "last:1"), (1, ""), (1, "0:0"), (3, "")]
 HALVES = ["fp16:1", "fp16:2", "bf16:2"]
+OFFLOADED = ["fp16:1:offload", "fp16:2:offload", "bf16:1:offload"]
 EXACT = [f"adam:{each}" for each in [*HALVES, "fp32:1", "fp32:2"]]  # fp32 goes through DeepSpeed
 ENGINES = {  # by number of ranks: those of exact steps, and others
     1: (EXACT[:2] + EXACT[3:4], ["adam:fp16:1:triton", "lamb:fp16:2:triton"]),
-    2: ([*EXACT, "adam:fp16:3"], ["lamb:fp16:1", "lamb:fp16:2"]),
+    2: (
+        [*EXACT, *(f"adam:{each}" for each in OFFLOADED), "adam:fp16:3", "adam:fp16:3:offload"],
+        ["lamb:fp16:1", "lamb:fp16:2"],
+    ),
     3: (EXACT[:2] + EXACT[3:4], ["lamb:fp16:2", "tiny:fp16:1", "tiny:fp16:2"]),
 }
 

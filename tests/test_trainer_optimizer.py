@@ -52,7 +52,7 @@ def flat_partition(seed: int = 0, padding: float = 0.0) -> tuple[Partition, torc
     master[32:44] *= 0.01
     master[at:] = padding
     master.requires_grad_(True)
-    return Partition((Buffer(master, tuple(slices)),), shapes(), True), master
+    return Partition((Buffer(master, tuple(slices)),), shapes(), True, master.device), master
 
 
 def gradient(step: int) -> torch.Tensor:
@@ -240,10 +240,10 @@ def partitioned(stage: int, **changed: Any) -> SimpleNamespace:
     """A DeepSpeed engine as far as ``read_partition`` looks into it: two parameters, one rank."""
     parameters = {"a": nn.Parameter(torch.zeros(2, 3)), "b": nn.Parameter(torch.zeros(5))}
     both = list(parameters.values())
-    state: dict[str, Any] = {"dp_process_group": None, "cpu_offload": False, "partition_size": [12]}
+    state: dict[str, Any] = {"dp_process_group": None, "partition_size": [12]}
     state |= {"round_robin_gradients": False, "parameter_alignment": False}
     state |= {"single_partition_of_fp32_groups": [torch.zeros(12)], "round_robin_bit16_groups": [both]}
-    state |= {"round_robin_bit16_offsets": [[0, 6]], "offload_optimizer": False, "offload_param": False}
+    state |= {"round_robin_bit16_offsets": [[0, 6]], "offload_param": False}
     state |= {
         "fp16_groups": [both],
         "fp32_partitioned_groups_flat": [torch.zeros(11)],
@@ -266,13 +266,11 @@ def partitioned(stage: int, **changed: Any) -> SimpleNamespace:
     [
         (1, {"round_robin_gradients": True}, "reordered partitions"),
         (2, {"parameter_alignment": True}, "reordered partitions"),
-        (1, {"cpu_offload": True}, "optimizer offload"),
         (2, {"partition_size": [11]}, "partition sizes"),
         (2, {"round_robin_bit16_offsets": [[0, 8]]}, "parameters not covered once"),  # some of it beyond the end
         (1, {"single_partition_of_fp32_groups": [torch.zeros(12).half()]}, "fp32 partitions"),
         (1, {"kind": "FP16_UnfusedOptimizer"}, "optimizer FP16_UnfusedOptimizer"),
-        (3, {"offload_optimizer": True}, "offload"),
-        (3, {"offload_param": True}, "offload"),
+        (3, {"offload_param": True}, "weights in the host's memory"),
         (3, {"fp16_groups": [[], []]}, "several sub-groups"),
         (3, {"fp32_partitioned_groups_flat": [torch.zeros(12)]}, "partition sizes"),
     ],
@@ -315,6 +313,8 @@ def whole(optimizer: str, count: int) -> tuple[dict[str, Tensor], list[float]]:
         (2, "0,1,3", "bounded", 5, (), 1e-6),
         (2, "1,3", "adam", 5, (), 1e-6),
         (2, "1,2,3", "lamb", 6, ("precision=fp16", "scales=1,256,65536"), 1e-3),
+        (2, "1,2,3", "lamb", 3, ("offload=1",), 1e-6),
+        (2, "1,2,3", "lamb", 3, ("offload=1", "precision=fp16", "scales=1,256,65536"), 1e-3),
     ],
 )
 def test_every_stage_takes_the_papers_steps(

@@ -44,7 +44,7 @@ def sharded(model: ModelConfig, low: float, high: float) -> LambertOptimizer:
         offset += end - start
     master = torch.full((offset + 3,), torch.nan)
     optimizer = make_optimizer(iter([master]), OptimizerConfig())
-    optimizer.bind(Partition((Buffer(master, tuple(slices)),), shapes, True))
+    optimizer.bind(Partition((Buffer(master, tuple(slices)),), shapes, True, master.device))
     return optimizer
 
 

@@ -37,6 +37,9 @@ class EngineConfig:
 
     zero_stage: Literal[0, 1, 2, 3] = 1  # sharded over the ranks: 1 the optimizer, 2 also gradients, 3 also weights
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0
+    offload_optimizer: bool = (
+        False  # fp32 weights and moments in the host's memory, where its processors step over them
+    )
     kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on GPUs, PyTorch on CPUs
     initial_loss_scale: float = 2.0**16  # fp16 only
     loss_scale_growth_interval: int = 1000  # good steps in a row before the scale doubles
@@ -48,6 +51,14 @@ class EngineConfig:
             found.append(
                 f"precision {self.precision} does not run at zero_stage 0, where DeepSpeed would add up gradients in "
                 f"{self.precision}, too: set zero_stage to 1, 2 or 3, which add them up in fp32"
+            )
+        if self.offload_optimizer and self.zero_stage == 0:
+            found.append(
+                "offload_optimizer does not go with zero_stage 0: set zero_stage to 1, 2 or 3, or leave it out"
+            )
+        if self.offload_optimizer and self.kernels == "triton":
+            found.append(
+                "offload_optimizer steps on processors, where Triton does not run: set kernels to auto or torch"
             )
         if self.initial_loss_scale not in POWERS_OF_TWO:  # others would round what they scale
             found.append(f"initial_loss_scale is {self.initial_loss_scale}: must be a power of two from 1 to 2^24")
@@ -82,9 +93,9 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
     ``parameters``: elements of the whole model; the reduction bucket holds them all, so one collective
     does, up to DeepSpeed's own bound. Under stage 3, which is there to save memory, it is smaller.
     """
-    stage = config.zero_stage
+    stage, offloads = config.zero_stage, config.offload_optimizer
     bucket = min(50_000_000 if stage == 3 else 500_000_000, parameters + parameters % 2)
-    apart = stage == 1 and precision == "bf16"  # DeepSpeed has an optimizer of its own for it
+    apart = stage == 1 and precision == "bf16" and not offloads  # DeepSpeed has an optimizer of its own for it
     return {
         # Lambert cuts batches itself; DeepSpeed only checks that these three agree
         "train_micro_batch_size_per_gpu": 1,
@@ -104,6 +115,7 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
         "communication_data_type": "fp32" if apart else precision,  # there, of sums over all micro-batches
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,  # trainer/optimizer.py is exact under partitions, and tested
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": stage,
             "contiguous_gradients": True,
@@ -114,7 +126,8 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
             "round_robin_gradients": False,
             "parameter_alignment": False,
             "ignore_unused_parameters": True,
-            "compute_grad_norm": stage in (0, 3) or apart,  # False is refused there; the optimizer knows the norm
+            "offload_optimizer": {"device": "cpu" if offloads else "none", "pin_memory": True},
+            "compute_grad_norm": stage in (0, 3) or apart or offloads,  # refused there; the optimizer knows the norm
             "sub_group_size": 10**12,  # stage 3 calls the optimizer once for each: one, so one all-reduce of norms
             "stage3_prefetch_bucket_size": 50_000_000,
             # parameters up to this stay gathered between steps: biases, beside whole matrices

@@ -41,7 +41,8 @@ class Gradients:
         self.sums: Tensor | None = None  # fp32, (size,) at stage 1, else (size / ranks,); None for one micro-batch
         self.summed: Tensor | None = None  # ``sums`` once they hold a micro-batch of this step
         self.own: Tensor | None = None  # (size / ranks,), what the step goes by: ``reduced``, or stage 2's ``sums``
-        optimizer.copies = [share]
+        self.copy = torch.empty_like(share, device="cpu", pin_memory=share.is_cuda) if halves.offloaded else share
+        optimizer.copies = [self.copy]  # the new weights, beside their masters
 
     @torch.no_grad()
     def add(self, first: bool, last: bool) -> None:
@@ -66,17 +67,21 @@ class Gradients:
     def step(self) -> bool:
         """Move the weights on all ranks; or nothing on any, and False, where a gradient overflowed on one of them.
 
+        Where the masters are in the host's memory, so is the step: this rank's share of the gradient goes there.
+
         Waits for the device: whether to step is decided here, from the ranks' common sum of squares.
         """
         assert self.own is not None
-        squares = self.optimizer.square_sum([self.own])
+        own, share = self.own.cpu() if self.halves.offloaded else self.own, self.halves.share
+        squares = self.optimizer.square_sum([own])
         whole = self.optimizer.complete(squares.clone())
         if not bool(whole.isfinite()):
             return False
-        self.optimizer.move([self.own], squares, whole)
-        if self.ranks > 1:
-            own = self.halves.share if self.row.is_cuda else self.halves.share.clone()  # NCCL gathers in place
-            dist.all_gather_into_tensor(self.halves.flat, own)
+        self.optimizer.move([own], squares, whole)
+        if self.halves.offloaded:
+            share.copy_(self.copy)
+        if self.ranks > 1:  # NCCL gathers in place
+            dist.all_gather_into_tensor(self.halves.flat, share if share.is_cuda else share.clone())
         return True
 
     def _new_sums(self) -> Tensor:

@@ -171,9 +171,11 @@ class LambertOptimizer(torch.optim.Optimizer):
     def complete(self, sums: Tensor) -> Tensor:
         """Partial sums over the ranks' shares, made whole."""
         assert self.partition is not None
-        if self.partition.shared:
-            dist.all_reduce(sums)
-        return sums
+        if not self.partition.shared:
+            return sums
+        moved = sums.to(self.partition.device)
+        dist.all_reduce(moved)
+        return moved.to(sums.device)
 
     def _moments(self) -> Moments:
         config = self.config

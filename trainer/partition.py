@@ -43,12 +43,14 @@ class Partition:
 
     ``shapes``: every parameter of the model by name, in the model's order, the same on all ranks.
     ``shared``: True where a parameter may be cut over ranks, so that norms need an all-reduce.
+    ``device``: of the weights, and of collectives; the buffers may lie in the host's memory instead.
     ``divisor``: what the gradients in the buffers were divided by; times it, they are the sums over the ranks.
     """
 
     buffers: tuple[Buffer, ...]
     shapes: dict[str, torch.Size]
     shared: bool
+    device: torch.device
     divisor: int = 1
 
 
@@ -59,8 +61,9 @@ def read_partition(engine: Any, zero_stage: int) -> Partition:
     """
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
     shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in named}  # a partitioned parameter is empty
+    device = named[0][1].device
     if zero_stage == 0:
-        return Partition(tuple(Buffer(p, (Slice(n, 0, 0, p.numel()),)) for n, p in named), shapes, False)
+        return Partition(tuple(Buffer(p, (Slice(n, 0, 0, p.numel()),)) for n, p in named), shapes, False, device)
     zero, names = engine.optimizer, {id(p): name for name, p in named}
     rank, ranks = dist.get_rank(zero.dp_process_group), dist.get_world_size(zero.dp_process_group)
     read = {
@@ -72,8 +75,8 @@ def read_partition(engine: Any, zero_stage: int) -> Partition:
         raise _differs(f"optimizer {type(zero).__name__}")
     buffers = read(zero, names, rank, ranks)
     _require(all(b.master.dtype == torch.float32 and b.master.is_contiguous() for b in buffers), "fp32 partitions")
-    _require_whole(buffers, shapes, zero.dp_process_group)
-    return Partition(buffers, shapes, True, ranks if zero_stage == 3 else 1)
+    _require_whole(buffers, shapes, zero.dp_process_group, device)
+    return Partition(buffers, shapes, True, device, ranks if zero_stage == 3 else 1)
 
 
 class Halves(NamedTuple):
@@ -82,6 +85,7 @@ class Halves(NamedTuple):
     flat: Tensor  # (size,) fp16 or bf16
     share: Tensor  # (size / ranks,), this rank's part of it
     placed: tuple[tuple[nn.Parameter, int], ...]  # the parameters, views of it, and where each begins
+    offloaded: bool = False  # their masters are in the host's memory
 
 
 def take_halves(engine: Any) -> Halves | None:
@@ -103,13 +107,12 @@ def take_halves(engine: Any) -> Halves | None:
         hook.remove()
     [shares] = zero.parallel_partitioned_bit16_groups
     _require({len(share) for share in shares} == {len(flat) // ranks}, "unequal shares")
-    return Halves(flat, shares[rank], placed)
+    return Halves(flat, shares[rank], placed, zero.cpu_offload)
 
 
 def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
     """A group's parameters stand behind one another in one buffer, which is cut into equal parts."""
     _require(not zero.round_robin_gradients and not zero.parameter_alignment, "reordered partitions")
-    _require(not zero.cpu_offload, "optimizer offload")
     buffers = []
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
         _require(master.numel() == zero.partition_size[group], "partition sizes")
@@ -144,7 +147,7 @@ def _cut(master: Tensor, placed: Iterable[tuple[str, int, int]], rank: int) -> B
 def _stage_3(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
     """Each parameter is cut into equal parts by itself; the last ones may be padding, which is never written."""
     _require(len(zero.fp16_groups) == 1, "several sub-groups")  # the optimizer would be called once for each
-    _require(not zero.offload_optimizer and not zero.offload_param, "offload")
+    _require(not zero.offload_param, "weights in the host's memory")
     [parameters], [master] = zero.fp16_groups, zero.fp32_partitioned_groups_flat
     offset, slices = 0, []
     for parameter in parameters:
@@ -170,13 +173,12 @@ def _differs(what: str) -> TrainerError:
     )
 
 
-def _require_whole(buffers: Iterable[Buffer], shapes: dict[str, torch.Size], group: Any) -> None:
+def _require_whole(buffers: Iterable[Buffer], shapes: dict[str, torch.Size], group: Any, device: torch.device) -> None:
     """Every element of every parameter is owned exactly once, over all ranks."""
     owned = dict.fromkeys(shapes, 0)
     for buffer in buffers:
         for part in buffer.slices:
             owned[part.name] += part.length
-        device = buffer.master.device
     counts = torch.tensor(list(owned.values()), dtype=torch.int64, device=device)
     dist.all_reduce(counts, group=group)
     _require(counts.tolist() == [shape.numel() for shape in shapes.values()], "parameters not covered once")

@@ -336,6 +336,7 @@ def _describe(run: Run, state: TrainState) -> None:
         "network": " over ".join(filter(None, ("gloo" if run.world.device.type == "cpu" else "nccl", spoken(heard)))),
         "zero_stage": str(config.engine.zero_stage),
         "optimizer": config.optimizer.name,
+        "offload": "optimizer" if config.engine.offload_optimizer else "none",
         "kernels": chosen.name,
         "apex": chosen.apex,
         "parameters": str(run.engine.parameters),
