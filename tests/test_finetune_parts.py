@@ -25,9 +25,8 @@ from trainer.finetune.data import Table, cut_of, take
 from trainer.finetune.options import Options, Setting, parse
 from trainer.finetune.predict import write_predictions
 from trainer.finetune.report import table
-from trainer.finetune.result import Result, read_json, write_json
+from trainer.finetune.result import Result, Row, read_json, summarise, write_json
 from trainer.finetune.start import choose, read_pretrained
-from trainer.finetune.sweep import Row, summarise
 from trainer.finetune.sweep import choose as choose_run
 from trainer.finetune.task import Example, TaskBatch, TaskModel, Unit, collate
 from trainer.model import Bert

@@ -22,10 +22,10 @@ from trainer.finetune.data import Part, read_part, read_training
 from trainer.finetune.formats import split_name
 from trainer.finetune.options import Options, parse
 from trainer.finetune.report import closing, draw, table
-from trainer.finetune.result import Result
+from trainer.finetune.result import Result, summarise
 from trainer.finetune.run import Job
 from trainer.finetune.start import choose, read_pretrained
-from trainer.finetune.sweep import PICTURE, conclude, summarise, sweep
+from trainer.finetune.sweep import PICTURE, conclude, sweep
 from trainer.finetune.tasks import known
 from trainer.journal import say
 from trainer.options import one_line

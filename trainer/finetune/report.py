@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import replacing
-from trainer.finetune.sweep import Row
+from trainer.finetune.result import Row
 
 _HEADINGS = ("rate", "batch", "epochs", "median", "spread", "best", "n", "diverged", "constant")
 

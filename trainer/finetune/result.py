@@ -1,14 +1,17 @@
-"""How a run ended, as a file of its folder."""
+"""How a run ended, as a file of its folder; and what the runs of a setting come to."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import sync
 from trainer.errors import TrainerError
+from trainer.finetune.options import Setting
 from trainer.world import World, broadcast_text, together
 
 RESULT = "result.json"  # in a run's folder, once it has ended
@@ -28,6 +31,40 @@ class Result:
     examples_per_second: float
     evaluations: tuple[dict[str, Any], ...]
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the seeds of one setting come to, by the task's measure on dev. A run that diverged counts as the lowest."""
+
+    setting: Setting
+    values: tuple[float | None, ...]  # of each seed; None: it diverged
+    median: float | None  # None: half of them or more diverged
+    spread: float | None  # standard deviation over seeds with a value; None for fewer than two
+    best: float | None
+    diverged: int  # runs
+    constant: int  # runs that say the same of everything
+
+
+def summarise(results: Sequence[Result], measure: str) -> list[Row]:
+    """A row for each setting, in the order of their first runs. Pure."""
+    rows = []
+    for setting in dict.fromkeys(Setting(**result.setting) for result in results):  # type: ignore[arg-type]
+        own = [result for result in results if result.setting == asdict(setting)]
+        values = tuple(result.figures.get(measure) for result in own)
+        known = [value for value in values if value is not None]
+        middle = statistics.median([-1e9 if value is None else value for value in values])
+        rows.append(
+            Row(
+                setting,
+                values,
+                middle if middle > -1e8 else None,
+                statistics.stdev(known) if len(known) > 1 else None,
+                max(known, default=None),
+                *(sum(result.how == how for result in own) for how in ("diverged", "degenerate")),
+            )
+        )
+    return rows
 
 
 def write_json(path: Path, tree: Any) -> None:

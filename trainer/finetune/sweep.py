@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from trainer.errors import TrainerError
 from trainer.finetune.data import Part
 from trainer.finetune.options import Setting
 from trainer.finetune.predict import write_predictions
-from trainer.finetune.result import Result, read_json, read_result, write_json
+from trainer.finetune.result import Result, Row, read_json, read_result, summarise, write_json
 from trainer.finetune.run import WEIGHTS, Job, Run
 from trainer.finetune.save import write_model
 from trainer.finetune.score import Answers, answer, judge
@@ -30,19 +29,6 @@ from trainer.world import World, require_shared, together
 
 RESULTS, SETTINGS, MODEL, PICTURE = "results.json", "settings.json", "model", "results.png"
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the seeds of one setting come to, by the task's measure on dev. A run that diverged counts as the lowest."""
-
-    setting: Setting
-    values: tuple[float | None, ...]  # of each seed; None: it diverged
-    median: float | None  # None: half of them or more diverged
-    spread: float | None  # standard deviation over seeds with a value; None for fewer than two
-    best: float | None
-    diverged: int  # runs
-    constant: int  # runs that say the same of everything
 
 
 def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
@@ -79,27 +65,6 @@ def _one(job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> Res
     del run
     _let_go()
     return result
-
-
-def summarise(results: Sequence[Result], measure: str) -> list[Row]:
-    """A row for each setting, in the order of their first runs. Pure."""
-    rows = []
-    for setting in dict.fromkeys(Setting(**result.setting) for result in results):  # type: ignore[arg-type]
-        own = [result for result in results if result.setting == asdict(setting)]
-        values = tuple(result.figures.get(measure) for result in own)
-        known = [value for value in values if value is not None]
-        middle = statistics.median([-1e9 if value is None else value for value in values])
-        rows.append(
-            Row(
-                setting,
-                values,
-                middle if middle > -1e8 else None,
-                statistics.stdev(known) if len(known) > 1 else None,
-                max(known, default=None),
-                *(sum(result.how == how for result in own) for how in ("diverged", "degenerate")),
-            )
-        )
-    return rows
 
 
 def choose(rows: Sequence[Row], results: Sequence[Result], measure: str) -> Result:
