@@ -256,6 +256,28 @@ def test_the_exported_model_says_what_was_predicted(swept: tuple[Path, str]) -> 
     assert shares.max(-1).values.tolist() == pytest.approx([float(row[2]) for row in rows], abs=2e-6)
 
 
+def test_the_model_card_says_what_was_done_and_its_lines_of_code_run(swept: tuple[Path, str]) -> None:
+    import yaml
+
+    out, _ = swept
+    _, front, card = (out / "model" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front)["pipeline_tag"] == "text-classification"
+    tree, settings = (json.loads((out / f"{name}.json").read_text()) for name in ("results", "settings"))
+    assert all(settings[name] in card for name in ("model", "train", "dev"))
+    dev, test = tree["chosen"]["dev"]["accuracy"], tree["test"]["accuracy"]
+    assert [line for line in card.splitlines() if line.startswith(("| dev", "| test"))] == [
+        *[f"| dev.tsv | {dev:.4f} |"] * 2,
+        f"| test.tsv | {test:.4f} |",
+    ]
+    assert "of 4 run(s)" in card and "1 rank(s) on CPUs, fp32" in card and str(out) not in card
+    code = card.split("```python\n")[1].split("```")[0].strip().replace('model="…"', f"model={str(out / 'model')!r}")
+    first, text = code.splitlines()[0], (out / "test.tsv").read_text().splitlines()[1].split("\t")[0]
+    names: dict[str, Any] = {}
+    exec(first, names)
+    [answer] = eval(code.splitlines()[-1].replace("…", text), names)
+    assert answer["label"] == (out / "said.tsv").read_text().splitlines()[1].split("\t")[1]
+
+
 def test_runs_that_have_ended_are_not_run_again(inputs: Inputs, swept: tuple[Path, str]) -> None:
     out, _ = swept
     before = {path: path.stat().st_mtime_ns for path in out.glob("rate-*/*")}

@@ -170,7 +170,8 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
 # ---- recipe and figures --------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table of Markdown."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
 
 
@@ -190,7 +191,7 @@ def _recipe(record: dict[str, Any]) -> str:
     model = config["model"]
     return "\n\n".join(
         [
-            _table(("phase", "length", "steps", "batch", "peak rate", "warm-up steps", "decay"), rows),
+            markdown_table(("phase", "length", "steps", "batch", "peak rate", "warm-up steps", "decay"), rows),
             f"- optimizer: {config['optimizer']['name']} ({optimizer})\n"
             f"- dropout {model['dropout']:g}, of the attention {model['attention_dropout']:g}; GELU "
             f"{'exact' if model['gelu'] == 'none' else 'by tanh'}\n"
@@ -226,7 +227,8 @@ def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], step: int) -> s
     head = ("phase", "step", "date", *(name.replace("_", " ") for name in shown))
     note = "Losses in nats; `mask`: where [MASK] stands alone, `mlm`: of all targets. Static masks."
     last = max(record["step"] for record in said.heldout.values())
-    return _table(head, rows) + f"\n\n{note}" + ("" if last == step else f" These weights are of step {step:,}.")
+    note += "" if last == step else f" These weights are of step {step:,}."
+    return f"{markdown_table(head, rows)}\n\n{note}"
 
 
 def _figure(record: Record, name: str) -> str:

@@ -40,8 +40,11 @@ def write_model(
     task: Task,
     tokenizer: Tokenizer,
     tell: Callable[[str], None],
+    card: str = "",
 ) -> None:
     """Write the folder, whole or not at all, in place of an older one; ``tell`` is told what it was proven to be.
+
+    ``card``: its README.md.
 
     Raises TrainerError where transformers does not find every name, or gives other answers.
     """
@@ -54,6 +57,8 @@ def write_model(
         save_file(tensors, file, metadata={"format": "pt"} if exports else own)
         file.chmod(0o644)  # safetensors leaves it to its owner alone
         tokenizer.save(draft)
+        if card:
+            (draft / "README.md").write_text(card, encoding="utf-8")
         if exports:
             limit_length(draft, model)
             (draft / "config.json").write_text(json.dumps(config(model, task), indent=2) + "\n", "utf-8")

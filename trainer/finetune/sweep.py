@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
+from trainer.finetune.card import card
 from trainer.finetune.data import Part
 from trainer.finetune.options import Setting
 from trainer.finetune.predict import write_predictions
@@ -100,7 +101,8 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
     tree |= {"chosen": {"seed": best.seed, **best.setting, "how": best.how, "dev": best.figures}, **scores}
 
     def leave() -> None:
-        write_model(options.out / MODEL, weights, job.model, job.task, job.tokenizer, say)
+        ran = f"{world.size} rank(s) on {_device(world)}, {precision}"
+        write_model(options.out / MODEL, weights, job.model, job.task, job.tokenizer, say, card(job, rows, tree, ran))
         if options.predict is not None:
             part, answers = answered
             write_predictions(options.predict, job.task.predictions(part.records, part.units, answers))
@@ -177,6 +179,11 @@ def _let_go() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _device(world: World) -> str:
+    """What it runs on, by name."""
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPUs"
 
 
 def _nothing() -> None:

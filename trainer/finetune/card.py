@@ -1,0 +1,102 @@
+"""The model card of a fine-tuned model: README.md, of what its command itself did and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.finetune.report import table
+from trainer.finetune.result import Row
+from trainer.finetune.run import Job
+from trainer.model_card import markdown_table
+
+PIPELINES = {  # of transformers, by its class; multiple choice has none
+    "BertForSequenceClassification": "text-classification",
+    "BertForTokenClassification": "token-classification",
+    "BertForQuestionAnswering": "question-answering",
+}
+
+
+def card(job: Job, rows: list[Row], tree: Mapping[str, Any], machine: str) -> str:
+    """The card's text; of files only the names are in it. ``tree``: what goes into results.json; ``machine``: what it ran on, in words."""
+    options, base, runs = job.options, job.options.model.resolve().name, tree["runs"]
+    seconds = sum(run["seconds"] for run in runs)
+    sections = [
+        _front(job.task.export_class),
+        f"# {base}, fine-tuned for {options.task}",
+        _head(job, base),
+        "## Data\n\n" + "\n".join(_data(job)),
+        "## Recipe\n\n" + _recipe(job, rows, tree),
+        "## Figures\n\n" + _figures(job, tree),
+        f"## Hardware and time\n\n{machine}: {seconds:,.0f} s of training and evaluation in {len(runs)} run(s).",
+        "## Limits\n\nIt was judged on the files above and on nothing else: on no text of another kind, and not for "
+        "bias, toxicity or private text, which its data or those of its pre-training may hold.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front(export_class: str) -> str:
+    lines = ["---", "license: # state it before you publish this model", "library_name: transformers"]
+    if export_class in PIPELINES:
+        lines.append(f"pipeline_tag: {PIPELINES[export_class]}")
+    return "\n".join([*lines, "tags:", "- bert", "---"])
+
+
+def _head(job: Job, base: str) -> str:
+    model, task = job.model, job.task
+    place = "[CLS], through the pooler" if task.pooled else "the tokens"
+    head = "a hidden layer and an output" if task.hidden_head else "a linear head"
+    labels = f" Its labels: {', '.join(f'`{label}`' for label in task.labels)}." if task.labels else ""
+    told = (
+        f"A BERT of {model.layers} layer{'s' * (model.layers > 1)}, hidden size {model.hidden} and {model.heads} "
+        f"heads, with {head} on {place}, fine-tuned from `{base}` (sha256 of its weights and vocabulary "
+        f"`{job.identity['model']}`).{labels}"
+    )
+    if task.hidden_head:
+        return told + "\n\ntransformers has no class for this head: the weights have Lambert's own names."
+    pairs = 1 in job.dev.units[0][0].segments
+    return f"{told}\n\n```python\n{_code(task.export_class, pairs)}\n```"
+
+
+def _code(export_class: str, pairs: bool) -> str:
+    if export_class not in PIPELINES:
+        return f'from transformers import {export_class}\n\n{export_class}.from_pretrained("…")'
+    given = {
+        "question-answering": '(question="…", context="…")',
+        "text-classification": '({"text": "…", "text_pair": "…"})' if pairs else '("…")',
+        "token-classification": '("…")',
+    }[PIPELINES[export_class]]
+    return f'from transformers import pipeline\n\npipeline("{PIPELINES[export_class]}", model="…"){given}'
+
+
+def _data(job: Job) -> Iterator[str]:
+    options, hashes = job.options, job.identity
+    yield f"- learnt from: `{options.wish.train.name}`, {len(job.training):,} examples, sha256 `{hashes['train']}`"
+    yield f"- judged by and chosen by: `{options.dev.name}`, {len(job.dev.table):,}, sha256 `{hashes['dev']}`"
+    yield from (f"- scored at the end: `{part.path.name}`, {len(part.table):,}" for part in job.also)
+
+
+def _recipe(job: Job, rows: list[Row], tree: Mapping[str, Any]) -> str:
+    recipe, chosen = job.options.recipe, tree["chosen"]
+    clipping = f"clipped to a norm of {recipe.clipping:g}" if recipe.clipping else "not clipped"
+    return (
+        f"- {chosen['epochs']:g} epochs in batches of {chosen['batch']}, AdamW with a peak rate of {chosen['rate']:g}, "
+        f"warm-up over {recipe.warmup:.0%} of the steps and linear decay, weight decay {recipe.weight_decay:g} "
+        f"(matrices only), gradients {clipping}\n"
+        f"- at most {recipe.length} tokens, dropout {job.model.dropout:g}, of the attention "
+        f"{job.model.attention_dropout:g}, seed {chosen['seed']}\n"
+        f"- of {len(tree['runs'])} run(s), the best seed of the setting with the best median:\n\n"
+        f"```\n{table(rows, job.task.measure)}\n```"
+    )
+
+
+def _figures(job: Job, tree: Mapping[str, Any]) -> str:
+    options = job.options
+    known = [(options.dev, tree["chosen"]["dev"])]
+    known += [(Path(path), figures) for path, figures in tree.get("also", {}).items()]
+    if "test" in tree and options.test is not None:
+        known.append((options.test, tree["test"]))
+    names, odd = list(tree["chosen"]["dev"]), bool(tree["chosen"]["how"] == "degenerate")
+    lines = [(file.name, *(f"{figures[name]:.4f}" for name in names)) for file, figures in known]
+    return markdown_table(("file", *names), lines) + odd * "\n\nIt says the same of everything: it has learnt nothing."
