@@ -19,7 +19,10 @@ PIPELINES = {  # of transformers, by its class; multiple choice has none
 
 
 def card(job: Job, rows: list[Row], tree: Mapping[str, Any], machine: str) -> str:
-    """The card's text; of files only the names are in it. ``tree``: what goes into results.json; ``machine``: what it ran on, in words."""
+    """The card's text; of files only the names are in it.
+
+    ``tree``: what goes into results.json; ``machine``: what it ran on, in words.
+    """
     options, base, runs = job.options, job.options.model.resolve().name, tree["runs"]
     seconds = sum(run["seconds"] for run in runs)
     sections = [
