@@ -1,13 +1,17 @@
-"""A projection whose epilogue adds the bias and applies GELU, beside a plain one with Lambert's kernel after it.
+"""What could be joined to a projection: GELU in its epilogue, and the gradient of its bias, beside what is done now.
 
     python -m kernels.epilogue_bench
 
 BERT-Large's first feed-forward product, 32,768 tokens, fp16: (T, 1,024) @ (1,024, 4,096). Backward needs the value
 before GELU, so an epilogue writes two results. cuBLASLt's epilogue has the tanh form alone, and PyTorch's binding does
-not give the value before it: its row is a bound, not a candidate. The last row is what a bias gradient costs by itself.
+not give the value before it: its row is a bound, not a candidate. Then the gradient of a projection's bias, the sum of
+(T, N) over T, by PyTorch, by a kernel in two passes of several shapes, and, as a bound, the time of reading it once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +19,7 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 from kernels.bias_gelu import bias_gelu
+from kernels.layer_norm import add_partials
 
 TOKENS, HIDDEN, WIDE = 32_768, 1_024, 4_096
 
@@ -61,6 +66,34 @@ def by_triton(x: Tensor, weight: Tensor, bias: Tensor, block: tuple[int, int, in
     return out
 
 
+@triton.jit
+def _column_sum_kernel(
+    x,  # (T, N)
+    partials,  # (1, ceil(T / STRIPE), N) fp32
+    tokens,  # T
+    WIDTH: tl.constexpr,  # N, a multiple of BLOCK
+    BLOCK: tl.constexpr,  # columns of a program
+    ROWS: tl.constexpr,  # rows at a time
+    STRIPE: tl.constexpr,  # rows of a program
+):
+    columns = tl.program_id(0) % (WIDTH // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    stripe = tl.program_id(0) // (WIDTH // BLOCK)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for begin in range(0, STRIPE, ROWS):
+        rows = stripe * STRIPE + begin + tl.arange(0, ROWS)[:, None]
+        total += tl.load(x + rows.to(tl.int64) * WIDTH + columns[None, :], mask=rows < tokens, other=0.0).to(tl.float32)
+    tl.store(partials + stripe.to(tl.int64) * WIDTH + columns, tl.sum(total, 0))
+
+
+def column_sum(x: Tensor, block: int, rows: int, stripe: int) -> Tensor:
+    tokens, width = x.shape
+    assert width % block == 0 == stripe % rows
+    partials = x.new_empty(1, triton.cdiv(tokens, stripe), width, dtype=torch.float32)
+    grid = (width // block * partials.shape[1],)
+    _column_sum_kernel[grid](x, partials, tokens, width, block, rows, stripe, num_warps=4)
+    return add_partials(partials, x.dtype)[0]
+
+
 def main() -> None:
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     torch.manual_seed(1)
@@ -76,11 +109,29 @@ def main() -> None:
     for block, warps, stages in (*shapes, ((256, 128, 64), 8, 3)):
         name = f"Triton's epilogue, two results, {'x'.join(map(str, block))}, {warps} warps, {stages} stages"
         rows[name] = lambda block=block, warps=warps, stages=stages: by_triton(x, weight, bias, block, warps, stages)  # type: ignore[misc]
-    rows["a bias gradient by itself, 1,024 wide"] = lambda: x.sum(0)
+    compare(rows, exact)
+    for width in (HIDDEN, 3 * HIDDEN):
+        compare_bias_gradients(torch.randn(TOKENS, width).cuda().half())
+
+
+def compare_bias_gradients(given: Tensor) -> None:
+    name = f"a bias gradient by itself, {given.shape[1]:,} wide"
+    rows: dict[str, Callable[[], Tensor]] = {
+        f"{name}, PyTorch": lambda: given.sum(0),
+        f"{name}, read once": lambda: given.amax(),
+    }
+    for shape in ((128, 32, 512), (128, 64, 512), (256, 32, 256), (256, 16, 256), (512, 16, 128)):
+        told = "{1} x {0} at a time, {2} rows a program".format(*shape)
+        rows[f"{name}, Triton, {told}"] = partial(column_sum, given, *shape)
+    compare(rows, given.double().sum(0))
+
+
+def compare(rows: Mapping[str, Callable[[], Tensor]], exact: Tensor) -> None:
+    """A line for each: its time, and its largest error where its result is ``exact``'s."""
     for name, run in rows.items():
         with torch.no_grad():
             out = run()
-            off = f"{float((out.float() - exact).abs().max()):.1e}" if out.shape == exact.shape else ""
+            off = f"{float((out - exact).abs().max()):.1e}" if out.shape == exact.shape else ""
             print(f"| {name} | {triton.testing.do_bench(run, return_mode='median'):.3f} ms | {off} |", flush=True)
 
 
