@@ -71,7 +71,8 @@ class Features(torch.utils.data.Dataset[dict[str, Any]]):
                 labels[place] = int(target)
             return row | {"labels": labels}
         if task.export_class == "BertForQuestionAnswering":
-            return row | dict(zip(("start_positions", "end_positions"), targets, strict=True))
+            at = [example.places[target] for target in targets]  # targets count places, theirs count tokens
+            return row | dict(zip(("start_positions", "end_positions"), at, strict=True))
         return row | {"labels": targets[0]}
 
     def __len__(self) -> int:

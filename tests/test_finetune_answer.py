@@ -138,6 +138,18 @@ def test_an_answer_comes_back_as_its_very_characters(letters: Tokenizer, context
     assert task.score([record], units, perfect(units)) == {"f1": 1.0, "exact_match": 1.0}
 
 
+def test_the_trainer_that_ours_is_compared_with_gets_the_answers_tokens(letters: Tokenizer) -> None:
+    """Our targets count a window's places, transformers' class counts tokens."""
+    from finetune_beside import Features
+
+    task = AnswerTask(stride=2)
+    units = task.units(asked("a b", "c d e f g h", "e f"), letters, 9, training=True)
+    shown = Features(units, task).rows
+    found = [row["input_ids"][row["start_positions"] : row["end_positions"] + 1] for row in shown]
+    answer = letters.encode("e f", add_special_tokens=False).ids
+    assert answer in found and all(tokens in (answer, [letters.token_to_id("[CLS]")]) for tokens in found)
+
+
 def test_an_answer_that_is_no_piece_cannot_be_learnt(letters: Tokenizer) -> None:
     record = asked("q", "a \u200b b", "\u200b")
     with pytest.raises(TrainerError, match="here: no piece of the vocabulary stands for its answer"):
