@@ -22,9 +22,9 @@ from runs import lines, wait_for, write_config
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointConfig, tree_sha256
 from trainer.errors import TrainerError
+from trainer.identity import require_same_run
 from trainer.saving import prune
 from trainer.schedule import Phase
-from trainer.train import require_same_run
 
 PART = "part-00001-of-00002.safetensors"
 FULL = "File too large"  # what a file meets at its size limit, as it would a full disk

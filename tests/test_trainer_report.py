@@ -321,3 +321,12 @@ def test_an_attempt_that_came_to_nothing_takes_no_other_ones_time(tmp_path: Path
     records += [{"event": "attempt", "time": 3700.0}, {"event": "end", "time": 3720.0, "how": "failed", "spent": none}]
     history = read_history(write(tmp_path / "run", records))
     assert history.spent == spent and history.end == "failed"
+
+
+def test_an_attempt_that_only_skipped_steps_before_it_was_killed_is_a_restart_and_counts_no_skip_twice(
+    tmp_path: Path,
+) -> None:
+    skip = step(2, 1, loss=None, applied=False, gradient_norm=None)
+    begun: dict[str, Any] = {"event": "attempt", "time": 0.0}
+    history = read_history(write(tmp_path / "run", [begun, step(1), step(2), begun, skip, begun, skip, step(3, 1)]))
+    assert (history.restarts, history.skipped) == ([2, 2], [2])

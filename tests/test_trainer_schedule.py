@@ -110,7 +110,7 @@ def test_a_rate_stays_within_its_bounds(
     steps: int, data: st.DataObject, kind: dict[str, float], end: float, warm: float
 ) -> None:
     warmup = data.draw(st.integers(0, steps))
-    bounds = {"warmup_steps": warmup, "warmup_power": warm, "end_learning_rate": end}
+    bounds = {"warmup_steps": warmup, "warmup_power": warm if warmup else 1.0, "end_learning_rate": end}
     phase = Phase("p", "s", 8, steps, 1.0, 1, 1, **bounds, **kind)  # type: ignore[arg-type]
     assert phase.problems() == []
     rates = [learning_rate(phase, step) for step in range(1, steps + 1)]
@@ -233,7 +233,9 @@ def test_what_cannot_be_is_told_at_once() -> None:
         *("sequence_length", "global_batch", "micro_batch", "steps"),
         *("learning_rate", "end_learning_rate", "warmup_steps", "warmup_power", "power"),
     ]
-    phase = Phase("p", "s", 8, 0, 1.0, 1, 1, samples=0, epochs=0, reference_batch=0, start_learning_rate=2)
+    phase = Phase(
+        "p", "s", 8, 0, 1.0, 1, 1, samples=0, epochs=0, reference_batch=0, start_learning_rate=2, warmup_steps=1
+    )
     assert [line.split(" is ")[0].split(":")[0] for line in phase.problems()] == [
         *("steps, samples, epochs", "samples", "reference_batch", "epochs", "start_learning_rate"),
     ]
@@ -253,6 +255,11 @@ def test_what_cannot_be_is_told_at_once() -> None:
             "power is of decay: polynomial, and decay is exponential: leave it out",
         ),
         ({"steps": 5, "decay": "exponential", "decay_rate": 1.1, "decay_steps": 3}, "decay_rate is 1.1: must be"),
+        (
+            {"steps": 5, "warmup_power": 2.0},
+            "start_learning_rate, warmup_power are the warm-up's, and warmup_steps is 0",
+        ),
+        ({"steps": 5, "start_learning_rate": 0.5}, "start_learning_rate, warmup_power are the warm-up's"),
         ({"steps": 5, "warmup_steps": 6}, "warmup_steps is 6: must lie between 0 and steps (5)"),
         ({"epochs": 5.0, "warmup_steps": -6}, "warmup_steps is -6: must lie between 0 and the length of the phase"),
     ],

@@ -13,7 +13,7 @@ BATCH = StepBatch(position=24, samples=8, micro_batches=(), counts=GlobalCounts(
 MIDWAY = TrainState(
     attempts=9, step=7, phase=1, phase_step=3, position=24, samples=60, tokens=1500, skipped=2, restarts=1
 )
-PHASES = tuple(Phase(name, "shards", 32, steps, 1e-3, 8, 8) for name, steps in (("a", 4), ("b", 6)))
+PHASES = tuple(Phase(name, f"shards-{name}", 32, steps, 1e-3, 8, 8) for name, steps in (("a", 4), ("b", 6)))
 
 
 def test_an_applied_step_counts_everywhere() -> None:
@@ -43,3 +43,10 @@ def test_a_finished_phase_is_left_for_the_next_ones_beginning() -> None:
     assert entered.entering(PHASES) == entered
     assert replace(state, phase_step=3).entering(PHASES) == replace(state, phase_step=3)
     assert replace(entered, phase_step=6).entering(PHASES).phase == 2 == len(PHASES)
+
+
+def test_a_phase_over_the_same_shards_reads_on_where_the_last_one_ended() -> None:
+    """Else a run cut into phases of less than an epoch would read its beginning over and over, with the same masks."""
+    state = TrainState(attempts=5, step=4, phase=0, phase_step=4, position=40, samples=32, tokens=800, skipped=1)
+    again = (PHASES[0], replace(PHASES[1], train=PHASES[0].train))
+    assert state.entering(again) == replace(state, phase=1, phase_step=0)

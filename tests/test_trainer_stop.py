@@ -36,7 +36,7 @@ def start(folder: Path, shards: Path, every: int, **places: str) -> list[ranks.F
         cache={"folder": str(folder / "cache"), "gigabytes": 0},
         run={"shuffle_window": 1, "timeout_seconds": 100_000},
         checkpoint={"every_steps": every},
-        evaluation={"every_steps": BEFORE},
+        evaluation={"every_steps": BEFORE} if "heldout" in places else {},
         metrics={"port": None, "log_every_steps": 1},
     )
     sets = [word for name, place in places.items() for word in ("--set", f"phases.0.{name}={place}")]
@@ -80,6 +80,11 @@ def test_a_stop_does_not_wait_for_a_server(
         for folder in (tmp_path, tmp_path / "straight")
     ]
     assert numbers[0] == numbers[1] and len(numbers[0]) == STEPS
+    figures = [
+        [(line["step"], line["mlm_loss"]) for line in lines(folder / "run", "heldout")]
+        for folder in (tmp_path, tmp_path / "straight")
+    ]
+    assert figures[0] == figures[1] and (use == "train" or figures[0][0][0] == BEFORE)
 
 
 WAITING = """

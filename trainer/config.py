@@ -89,8 +89,11 @@ class Config:
                 f"metrics.linger_seconds is {self.metrics.linger_seconds} but run.timeout_seconds is "
                 f"{self.run.timeout_seconds}: ranks wait for it at the end: lower the one or raise the other"
             )
-        if self.evaluation.stop_at.named and all(phase.heldout is None for phase in self.phases):
-            found.append("evaluation.stop_at is set but no phase has held-out shards: name some in phases.0.heldout")
+        if all(phase.heldout is None for phase in self.phases):
+            asked = {"stop_at": self.evaluation.stop_at.named, "every_steps": self.evaluation.every_steps is not None}
+            for name in (name for name, set_ in asked.items() if set_):
+                missing = "is set but no phase has held-out shards: name some in phases.0.heldout"
+                found.append(f"evaluation.{name} {missing}")
         names = [phase.name for phase in self.phases]
         for name in sorted({name for name in names if names.count(name) > 1}):
             found.append(f"phases: two phases are named {name!r}: give each its own name")

@@ -174,7 +174,7 @@ class Exporter:
         for statistic in ("min", "mean", "max"):
             if f"trust_{statistic}" in steps[-1]:
                 self("trust_ratio", statistic).set(steps[-1][f"trust_{statistic}"])
-        self._publish_tasks(steps, "train")
+        self._publish_tasks([step for step in steps if step["applied"]] or steps, "train")
 
     def _publish_checkpoint(self, record: Record) -> None:
         self("checkpoint_stall_seconds").inc(record["stall_seconds"])

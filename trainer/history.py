@@ -110,6 +110,7 @@ class _Reader:
         self._end = ""
         self._times: list[float] = []  # the first and the last
         self._seen, self._last = 0, 0
+        self._begun, self._again = False, False  # a step was read; and an attempt has begun since the last one
 
     def read(self, record: Record) -> None:
         """Take the next record. Raises KeyError, TypeError or ValueError when it is not a trainer's."""
@@ -120,7 +121,7 @@ class _Reader:
         match record.get("event"):
             case "attempt":
                 self._attempts.append({})
-                self._end = ""
+                self._end, self._again = "", self._begun
             case "start":
                 self._facts = {key: value for key, value in record.items() if isinstance(value, str) and key != "event"}
             case "end":
@@ -136,13 +137,13 @@ class _Reader:
 
     def _step(self, record: Record) -> None:
         before = record["step"] - bool(record["applied"])  # steps taken before this attempt at one
-        if record["restarts"] > self._seen or before < self._last:
-            self._seen = record["restarts"]
+        if self._again or record["restarts"] > self._seen or before < self._last:
+            self._seen, self._again = record["restarts"], False
             self._restarts.append(before)
             for table in (self.steps, self._heldout, self._ranks):
                 table.cut(before)
             del self._skipped[bisect_left(self._skipped, before) :]
-        self._last = record["step"]
+        self._last, self._begun = record["step"], True
         if record["applied"]:
             self.steps.add(record)
         else:

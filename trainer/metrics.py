@@ -274,6 +274,7 @@ class Metrics:
             return
         self._printed = now
         seconds = _mean(records, "seconds")
+        records = [record for record in records if record["applied"]] or records  # others' losses may be NaN
         left = (self.subject.target_steps - last.state.step) * seconds
         tasks = [
             f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "

@@ -232,11 +232,16 @@ def _copy(optimizer: LambertOptimizer, world: World) -> tuple[dict[str, Tensor],
 
 
 def _wait_for_parts(folder: Path, ranks: int, abandoned: Event) -> list[dict[str, Any]]:
-    """Every part's name, size and sha256 as soon as all parts are on the disk; empty if ``abandoned``."""
+    """Every part's name, size and sha256 as soon as all parts are on the disk; empty if ``abandoned``.
+
+    Raises TrainerError where somebody else removed the folder: no part would ever come.
+    """
     beside = [(folder / checkpoint.part_name(rank, ranks)).with_suffix(".json") for rank in range(ranks)]
     while not all(path.exists() for path in beside):
         if abandoned.wait(POLL_SECONDS):
             return []
+        if not folder.is_dir():
+            raise TrainerError(f"{folder} is gone: who else writes to or cleans its folder?")
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in beside]
     for path in beside:
         path.unlink()

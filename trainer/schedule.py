@@ -56,7 +56,7 @@ class Phase:
             found.append(f"steps is {self.steps}: must be 1 or more")
         if self.epochs is not None and not self.epochs > 0:
             found.append(f"epochs is {self.epochs}: must be above 0")
-        return found + self._rate_problems()
+        return found + self._rate_problems() + self._warmup_problems() + self._decay_problems()
 
     def _rate_problems(self) -> list[str]:
         found = []
@@ -66,11 +66,21 @@ class Phase:
             if not 0 <= getattr(self, name) <= self.learning_rate:
                 bounds = f"0 and learning_rate ({self.learning_rate})"
                 found.append(f"{name} is {getattr(self, name)}: must lie between {bounds}")
+        return found
+
+    def _warmup_problems(self) -> list[str]:
+        found = []
         if self.warmup_steps < 0 or 0 < self.steps < self.warmup_steps:
             most = f"0 and steps ({self.steps})" if self.steps > 0 else "0 and the length of the phase"
             found.append(f"warmup_steps is {self.warmup_steps}: must lie between {most}")
         if not self.warmup_power > 0:
             found.append(f"warmup_power is {self.warmup_power}: must be above 0")
+        elif self.warmup_steps == 0 and (self.start_learning_rate, self.warmup_power) != (0.0, 1.0):
+            found.append("start_learning_rate, warmup_power are the warm-up's, and warmup_steps is 0: leave them out")
+        return found
+
+    def _decay_problems(self) -> list[str]:
+        found = []
         if self.power < 0:
             found.append(f"power is {self.power}: must be 0 or more")
         exponential = self.decay == "exponential"

@@ -16,7 +16,7 @@ class TrainState:
     step: int = 0  # optimizer steps taken
     phase: int = 0  # index of the current phase
     phase_step: int = 0  # steps taken in it; the schedule counts these
-    position: int = 0  # samples read in it: the next sample number
+    position: int = 0  # samples read of its shards: the next sample number
     samples: int = 0  # trained on, of all phases
     tokens: int = 0  # valid tokens of them
     skipped: int = 0  # steps whose gradients overflowed
@@ -36,8 +36,13 @@ class TrainState:
         )
 
     def entering(self, phases: tuple[Phase, ...]) -> TrainState:
-        """The state with finished phases left behind: the next phase starts its own data and schedule."""
+        """The state with finished phases left behind: the next one has a schedule of its own.
+
+        Over the same shards it reads on where the last one ended, so that each epoch still has each sample once.
+        """
         state = self
         while state.phase < len(phases) and state.phase_step >= phases[state.phase].steps:
-            state = replace(state, phase=state.phase + 1, phase_step=0, position=0)
+            ended, ahead = phases[state.phase], phases[state.phase + 1 : state.phase + 2]
+            goes_on = [phase.train for phase in ahead] == [ended.train]
+            state = replace(state, phase=state.phase + 1, phase_step=0, position=state.position if goes_on else 0)
         return state

@@ -8,11 +8,11 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
-from data_prep.manifest import TOKENIZER_FOLDER, manifest_hash
+from data_prep.manifest import TOKENIZER_FOLDER
 from kernels import backend
 from trainer import checkpoint
 from trainer.config import Config, fingerprint, to_tree
@@ -20,18 +20,21 @@ from trainer.data import PhaseData
 from trainer.engine import Engine
 from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
+from trainer.identity import identity, require_same_run
 from trainer.journal import say
+from trainer.lock import hold
 from trainer.metrics import Metrics, Subject
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, spoken
 from trainer.saving import Saver, attempt, first_failure
-from trainer.schedule import Phase, learning_rate
+from trainer.schedule import learning_rate
 from trainer.state import TrainState
 from trainer.stop import Stop
 from trainer.stopwatch import Stopwatch
 from trainer.weights import start_from
 from trainer.world import World, broadcast_text, limit_waits, nccl_said, require_shared, together
 
+LOCK_PATIENCE = 60.0  # seconds that a run waits for an earlier attempt to end
 ENDED = "ended.json"  # in the run's folder: {"how": "done", "reached" (evaluation.stop_at) or "stopped", "step": …}
 
 
@@ -44,8 +47,10 @@ class Run:
         self.folder = Path(config.run.folder)
         self.stop = Stop(world, config.metrics.log_every_steps)
         watch = Stopwatch(world.device)
-        self.metrics = together(partial(self._open_folder, watch), world)
+        self.lock = together(self._hold, world)
         require_shared(self.folder, world)
+        self.found = self._choose()  # before anything of the folder changes: it may be another run's
+        self.metrics = together(partial(self._open_folder, watch), world)
         try:
             module, seed = Bert(config.model, config.run.seed), config.run.seed
             self.engine = Engine(config.engine, module, config.optimizer, world, seed, watch)
@@ -56,6 +61,7 @@ class Run:
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self.saved = -1  # the step of the newest checkpoint
         self.figures: dict[str, float] = {}  # held out, of this step, if it was evaluated
+        self.owes = False  # whether this step is still to be evaluated: a stop saves first
         self.reached = ""  # those that end the run, once they do
 
     @property
@@ -63,11 +69,14 @@ class Run:
         """Whether the run ends at this step's border, the same on all ranks."""
         return self.stop.decided or bool(self.reached)
 
+    def _hold(self) -> IO[str] | None:
+        patience = min(LOCK_PATIENCE, self.config.run.timeout_seconds / 2)  # the other ranks wait in a collective
+        return hold(self.folder, patience, self._say) if self.world.is_main else None
+
     def _open_folder(self, watch: Stopwatch) -> Metrics:
         heldout = [data.heldout for data in self.phases if data.heldout is not None]
         self.config.evaluation.stop_at.require(any(each.manifest.settings.pairs != "single" for each in heldout))
         if self.world.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
         subject = Subject(
             self.config.run.name,
@@ -81,16 +90,15 @@ class Run:
 
     def restore(self) -> TrainState:
         """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which."""
-        folder = self._choose()
-        if folder is None:
+        if self.found is None:
             together(self._start, self.world)
             self.engine.refresh_weights()
             return TrainState()
-        found = together(lambda: self._load(folder), self.world)
+        found = together(partial(self._load, self.found), self.world)
         self.engine.refresh_weights()
         state = TrainState(**found.record["state"])
-        self.saved = state.step
-        self.reached = self.config.evaluation.stop_at.reached(found.record.get("heldout", {}))
+        self.saved, self.figures = state.step, found.record.get("heldout", {})
+        self.reached = self.config.evaluation.stop_at.reached(self.figures)
         self._say(f"resumed from {found.folder} at step {state.step}")
         return replace(state, restarts=state.restarts + 1)
 
@@ -105,9 +113,13 @@ class Run:
             folder = self.folder / name
             failure = first_failure(attempt(partial(self._prove, folder)), self.world)
             if not failure:
+                together(partial(self._require_same, folder), self.world)
                 return folder
             damaged[name] = failure
         return None
+
+    def _require_same(self, folder: Path) -> None:
+        require_same_run(checkpoint.read(folder).record, identity(self.config, self.phases), self.config.phases, folder)
 
     def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
         """The name of the checkpoint to go on from, empty for a fresh start; rank 0 tells each reason once."""
@@ -135,7 +147,6 @@ class Run:
     def _load(self, folder: Path) -> checkpoint.Checkpoint:
         found = checkpoint.read(folder)
         record = found.record
-        require_same_run(record, self._identity(), self.config.phases, folder)
         checkpoint.restore(found, self.engine.optimizer)
         if record["precision"] == self.engine.precision:  # the scale of another precision says nothing here
             scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
@@ -172,14 +183,18 @@ class Run:
             "precision": self.engine.precision,
             "optimizer": {"steps": self.engine.optimizer.steps},
             "heldout": self.figures,
-            "identity": self._identity(),
+            "identity": identity(self.config, self.phases),
             "config": to_tree(self.config),
         }
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
-        """Evaluate on the phase's held-out shards every so many steps, or when it is ``due`` anyway."""
+        """Evaluate on the phase's held-out shards every so many steps, or when it is ``due`` anyway.
+
+        A run that stops leaves that to the one that goes on: there may be no time for it before the save.
+        """
         every, self.figures = self.config.evaluation.every_steps, {}
-        if data.heldout is None or not (due or (every is not None and state.step % every == 0)):
+        self.owes = data.heldout is not None and (due or (every is not None and state.step % every == 0))
+        if data.heldout is None or not self.owes or self.stop.decided:
             return
         self.metrics.flush()
         batches = data.heldout.sweep(self.config.evaluation.micro_batch, self.stop)
@@ -187,9 +202,15 @@ class Run:
         figures = evaluate(self.engine.model, batches, self.world.device, self.engine.gathers, mask_id)
         if not self.stop.broke_off:
             self.metrics.heldout(state, figures)
-            self.figures, self.reached = figures, self.config.evaluation.stop_at.reached(figures)
+            self.owes, self.figures, self.reached = False, figures, self.config.evaluation.stop_at.reached(figures)
             if self.reached:
                 self._say(f"the target is reached: {self.reached}")
+
+    def catch_up(self, state: TrainState) -> None:
+        """Evaluate the step that the run goes on from, if a stop kept it from that."""
+        if self.found is not None and not self.figures:
+            phase = self.phases[state.phase]
+            self.evaluate(state, phase, due=state.phase_step == phase.phase.steps)
 
     def end(self, state: TrainState) -> None:
         """See the last save through, and leave word of how the run ended; a run that was killed leaves none.
@@ -218,26 +239,6 @@ class Run:
         if self.world.is_main:
             say(text)
 
-    def _identity(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and the run that goes on from it."""
-        model = asdict(self.config.model)
-        shape = {key: value for key, value in model.items() if not key.endswith("dropout")}
-        return {
-            "seed": self.config.run.seed,
-            "shuffle_window": self.config.run.shuffle_window,
-            "optimizer": self.config.optimizer.name,
-            "model": shape,
-            "phases": [
-                {
-                    "name": data.phase.name,
-                    "shards": manifest_hash(data.loader.folder),
-                    "masks": data.phase.masks,
-                    "global_batch": data.global_batch,
-                }
-                for data in self.phases
-            ],
-        }
-
 
 def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
     """Train until the last phase is done or the target reached, from the newest checkpoint on.
@@ -253,11 +254,15 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
         raise
     finally:
         run.metrics.linger()
+        if run.lock is not None:
+            run.lock.close()
 
 
 def _train(run: Run) -> TrainState:
-    state = run.restore().entering(run.config.phases)
+    state = run.restore()
     _describe(run, state)
+    run.catch_up(state)
+    state = state if run.owes else state.entering(run.config.phases)
     while state.phase < len(run.phases) and not run.over:
         data = run.phases[state.phase]
         steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
@@ -268,50 +273,17 @@ def _train(run: Run) -> TrainState:
                 state = state.after(batch, result.applied)
                 done = state.phase_step == data.phase.steps
                 run.metrics.step(state, batch, result, rate)
-                if not result.applied:
-                    continue  # the data moved on; nothing else did
                 run.stop.agreed(state.attempts)
-                run.evaluate(state, data, due=done)
+                if result.applied:  # else the data moved on; nothing else did
+                    run.evaluate(state, data, due=done)
                 run.save(state, due=done or run.over)
                 if done or run.over:
                     break
             else:  # a stop was asked for while the next batch did not come
                 run.save(state, due=True)
-        state = state.entering(run.config.phases)
+        state = state if run.owes else state.entering(run.config.phases)
     run.end(state)
     return replace(state, phase=len(run.phases)) if run.reached else state
-
-
-def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple[Phase, ...], folder: Path) -> None:
-    """What was trained on so far, and the batch of a phase that goes on, must be the same.
-
-    Ranks, their micro-batches, ZeRO stage, precision, later phases, steps, rates and dropout may change.
-    """
-    saved, state = record["identity"], record["state"]
-    different = [
-        f"{key} was {saved[key]}, now {ours[key]}"
-        for key in ("seed", "shuffle_window", "optimizer")
-        if saved[key] != ours[key]
-    ]
-    shape = saved["model"]
-    different += [f"model.{k} was {shape[k]}, now {v}" for k, v in ours["model"].items() if shape[k] != v]
-    begun = saved["phases"][: state["phase"] + 1]
-    pairs = list(zip(begun, ours["phases"], strict=False))
-    if len(pairs) < len(begun) or any(a["name"] != b["name"] or a["shards"] != b["shards"] for a, b in pairs):
-        names = ", ".join(phase["name"] for phase in begun)
-        different.append(f"phases {names}, in this order, with the training shards of then, must come first")
-    else:
-        different += [f"masks of phase {a['name']} were {a['masks']}" for a, b in pairs if a["masks"] != b["masks"]]
-        before, now = pairs[-1]
-        goes_on = state["phase_step"] < phases[state["phase"]].steps
-        if goes_on and before["global_batch"] != now["global_batch"]:  # micro-batches given, and other ranks, say
-            batches = f"was {before['global_batch']}, now {now['global_batch']}"
-            different.append(f"global batch of phase {now['name']} {batches}")
-    if different:
-        raise TrainerError(
-            f"checkpoint {folder} is of another run ({'; '.join(different)}): restore that, or give run.folder "
-            "another name"
-        )
 
 
 def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
