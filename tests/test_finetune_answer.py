@@ -71,6 +71,7 @@ def test_the_best_threshold_takes_equal_margins_together() -> None:
     # None answered: 2 of 4 right. Up to -3: 3. Up to 1, "dog" and "dog sat" together: 2 + 2/3. All: 1 + 2/3.
     assert found["best_f1"] == found["best_exact_match"] == 0.75
     assert found["best_f1_threshold"] == found["best_exact_match_threshold"] == -3.0
+    assert best_thresholds(["dog sat", "dog"], [1.0, 1.0], [["dog"], []])["best_f1"] == 0.5  # none: 1 of 2. Both: 2/3
     nothing = best_thresholds(["x", "y"], [0.5, 0.25], [[], []])
     assert nothing["best_f1"] == 1 and nothing["best_f1_threshold"] < 0.25
 

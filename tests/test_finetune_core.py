@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from finetune_inputs import TINY, bert_folder, write_classes, write_data
-from safetensors.torch import load_file
+from finetune_command import MINUS_KILL, Inputs, finetune, losses, make_inputs, result, run_folder, weights
+from finetune_inputs import TINY, bert_folder, write_classes
 
 from trainer.exits import DONE, REFUSED, STOPPED
 from trainer.finetune.data import Cut, read_training, take
-from trainer.finetune.options import Setting
 from trainer.finetune.save import write_model
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.task import TaskModel
@@ -25,47 +23,10 @@ from trainer.finetune.tasks import Wish, known
 from trainer.journal import read_lines
 from trainer.order import Order
 
-MINUS_KILL = -signal.SIGKILL
-
-
-@dataclass(frozen=True)
-class Inputs:
-    model: Path
-    data: Path
-
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    folder = tmp_path_factory.mktemp("finetune")
-    return Inputs(bert_folder(folder), write_data(folder / "data"))
-
-
-def finetune(inputs: Inputs, out: Path, *arguments: str, size: int = 1, aim: str = "-") -> list[tuple[int, str]]:
-    """The command on ``size`` ranks: 30 steps of 16, with an evaluation after each 6; (exit code, output) of each."""
-    recipe = ["--rates", "1e-2", "--batches", "16", "--epochs", "5", "--max-length", "24"]
-    said = ["--task", "sst2", "--data", str(inputs.data), "--model", str(inputs.model), "--out", str(out), *recipe]
-    return ranks.finish(ranks.fork(size, "tests/finetune_on_ranks.py", aim, *said, "--device", "cpu", *arguments))
-
-
-def run_folder(out: Path, seed: int = 1, rate: float = 0.01) -> Path:
-    return out / Setting(rate, 16, 5.0).folder(seed)
-
-
-def result(out: Path, seed: int = 1, rate: float = 0.01) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads((run_folder(out, seed, rate) / "result.json").read_text())
-    return tree
-
-
-def losses(out: Path) -> dict[int, float]:
-    """Step: loss, as the run told it; of a step that was taken twice, the later one."""
-    return {
-        line["step"]: line["loss"] for line in read_lines(run_folder(out) / "metrics.jsonl") if line["event"] == "step"
-    }
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(run_folder(out) / "weights.safetensors")
-    return found
+    return make_inputs(tmp_path_factory.mktemp("finetune"))
 
 
 @pytest.fixture(scope="session")
@@ -263,7 +224,7 @@ def test_the_model_card_says_what_was_done_and_its_lines_of_code_run(swept: tupl
     _, front, card = (out / "model" / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["pipeline_tag"] == "text-classification"
     tree, settings = (json.loads((out / f"{name}.json").read_text()) for name in ("results", "settings"))
-    assert all(settings[name] in card for name in ("model", "train", "dev"))
+    assert all(sha256 in card for sha256 in (settings["model"], settings["train"][0], settings["dev"][0]))
     dev, test = tree["chosen"]["dev"]["accuracy"], tree["test"]["accuracy"]
     assert [line for line in card.splitlines() if line.startswith(("| dev", "| test"))] == [
         *[f"| dev.tsv | {dev:.4f} |"] * 2,

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from corpora import write_tokenizer
 from finetune_inputs import PIECES, TINY, bert_folder, tokenizer_folder, write_classes, write_data
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.tokenizer import SPECIALS, load_tokenizer
+from kernels import dropout
 from trainer import weights
 from trainer.errors import TrainerError
 from trainer.finetune import save
@@ -29,7 +31,7 @@ from trainer.finetune.result import Result, Row, read_json, summarise, write_jso
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import choose as choose_run
 from trainer.finetune.task import Example, TaskBatch, TaskModel, Unit, collate
-from trainer.model import Bert
+from trainer.model import SITES, Bert, pool
 from trainer.order import Order
 
 
@@ -132,6 +134,21 @@ def test_a_batch_without_weight_adds_nothing() -> None:
     loss = model(made.batch(np.array([1]), np.array([0]), 0.0)).loss
     loss.backward()
     assert loss == 0 and not any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("task", [*KINDS, replace(KINDS[0], hidden_head=True)], ids=lambda task: task.export_class)
+def test_dropout_stands_before_the_head_and_behind_its_hidden_layer(task: Toy) -> None:
+    """With a site of its own each, keyed by the token that is read; and not where the task wants none."""
+    model, batch = TaskModel(replace(TINY, dropout=0.5), task, 0), Table(UNITS, task).batch(np.arange(9), np.arange(9))
+    keys, site = dropout.token_keys(1, 2, batch.samples, batch.positions, batch.cu_seqlens), SITES * (TINY.layers + 1)
+    x, at = model.encode(batch, keys), batch.cu_seqlens[:-1].long() if task.pooled else batch.places
+    rows = pool(x, batch, model.pooler_weight, model.pooler_bias) if task.pooled else x[at]
+    if task.drops:
+        rows = dropout.apply(rows, keys[at], site, 0.5)
+    if task.hidden_head:
+        rows = torch.tanh(F.linear(rows, model.head_in_weight, model.head_in_bias))
+        rows = dropout.apply(rows, keys[at], site + 1, 0.5)
+    torch.testing.assert_close(model.answers(batch, keys), F.linear(rows, model.head_weight, model.head_bias))
 
 
 # ---- what it starts from ---------------------------------------------------------------------------------------

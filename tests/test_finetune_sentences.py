@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from finetune_inputs import PIECES, tokenizer_folder
 from numpy.typing import NDArray
 
@@ -16,7 +17,7 @@ from trainer.errors import TrainerError
 from trainer.finetune import measures
 from trainer.finetune.classify import Columns, Record, cut
 from trainer.finetune.options import parse
-from trainer.finetune.task import Task
+from trainer.finetune.task import Task, collate
 from trainer.finetune.tasks import TASKS, Wish, known
 
 
@@ -298,6 +299,15 @@ def test_scores_and_predictions_belong_to_their_records(tmp_path: Path) -> None:
     assert [row["prediction"] for row in rows] == ["neutral", "contradiction", "neutral"]
     assert [row.get("label") for row in rows] == ["neutral", "entailment", None]
     assert rows[0]["probability"] == pytest.approx(np.exp(2) / (np.exp(2) + 2), abs=1e-6)
+
+
+def test_the_loss_of_numbers_is_each_records_own_squared_error(tmp_path: Path) -> None:
+    """Summed, as the counts divide it."""
+    path = write(tmp_path / "dev.tsv", "sentence1\tsentence2\tlabel", "A\tB\t2", "A\tB\t5")
+    made, encoder = task("stsb", path), load_tokenizer(tokenizer_folder(tmp_path)).encoder
+    units = [unit for record in made.read(path) for unit in made.units(record, encoder, 20, True)]
+    loss = made.loss(torch.tensor([[1.0], [3.0]]), collate(units, [0, 1], made.dtype))
+    assert float(loss) == (1 - 2) ** 2 + (3 - 5) ** 2
 
 
 def test_every_task_has_a_recipe_that_bert_can_take() -> None:

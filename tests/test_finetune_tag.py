@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from trainer.errors import TrainerError
 from trainer.finetune.entities import entities, entity_figures
-from trainer.finetune.tag import Sentence, TagTask
+from trainer.finetune.tag import Sentence, TagTask, _windows
 from trainer.finetune.task import collate
 
 # Made with seqeval 1.2.2 (scikit-learn 1.9.1, numpy 2.4.6):
@@ -101,6 +101,11 @@ def test_a_long_sentence_is_cut_between_words_and_each_is_asked_for_once(tokeniz
     assert [unit[0].places for unit in made] == [(1, 2), (1,), (1, 2, 4)]
     assert [unit[0].targets for unit in made] == [(1, 0), (3,), (2, 4, 0)]
     assert all(len(unit[0].tokens) == 6 for unit in made)
+
+
+def test_a_window_has_as_many_pieces_as_there_is_room_for_and_no_more() -> None:
+    assert list(_windows([[1, 2], [3, 4]], 4)) == [[0, 1]]
+    assert list(_windows([[1, 2], [3, 4, 5]], 4)) == [[0], [1]]
 
 
 def test_a_sentence_of_nothing_visible_is_outside(tokenizer: Tokenizer) -> None:

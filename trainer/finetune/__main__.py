@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import trainer.first_process  # noqa: F401  before the others, which take seconds
@@ -89,8 +90,8 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
     identity = {
         "task": options.task,
         "model": given.sha256,
-        "train": file_sha256(split_name(options.wish.train)[0]),
-        "dev": file_sha256(split_name(options.dev)[0]),
+        "train": _which(options.wish.train),
+        "dev": _which(options.dev),
         "wish": {name: str(value) for name, value in asdict(options.wish).items() if name != "train"},
         "labels": list(task.labels),
         "recipe": {k: v for k, v in asdict(options.recipe).items() if k not in ("batch", "rate", "epochs")},
@@ -99,6 +100,12 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
     start = choose(given, task, tell)
     tell(f"{options.task}: {len(training):,} to learn from, {len(dev.table):,} to be judged by")
     return Job(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
+
+
+def _which(path: Path) -> list[str]:
+    """What tells a file's rows from others: its sha256, and the column and the value that choose among them."""
+    file, *chosen = split_name(path)
+    return [file_sha256(file), *chosen]
 
 
 def run(options: Options, world: World, job: Job, test: Part | None) -> bool:

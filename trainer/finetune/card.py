@@ -74,9 +74,10 @@ def _code(export_class: str, pairs: bool) -> str:
 
 
 def _data(job: Job) -> Iterator[str]:
-    options, hashes = job.options, job.identity
-    yield f"- learnt from: `{options.wish.train.name}`, {len(job.training):,} examples, sha256 `{hashes['train']}`"
-    yield f"- judged by and chosen by: `{options.dev.name}`, {len(job.dev.table):,}, sha256 `{hashes['dev']}`"
+    options = job.options
+    train, dev = (job.identity[part][0] for part in ("train", "dev"))  # their sha256; the names say which rows
+    yield f"- learnt from: `{options.wish.train.name}`, {len(job.training):,} examples, sha256 `{train}`"
+    yield f"- judged by and chosen by: `{options.dev.name}`, {len(job.dev.table):,}, sha256 `{dev}`"
     yield from (f"- scored at the end: `{part.path.name}`, {len(part.table):,}" for part in job.also)
 
 

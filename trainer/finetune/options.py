@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -118,6 +118,7 @@ def problems(options: Options) -> list[str]:
     ):
         wrong = [value for value in dict.fromkeys(values) if not 0 < value < inf]
         found += [f"{name}: {value} must be above 0, and finite" for value in wrong]
+    found += _alike(options.settings)
     found += [f"--seeds: {seed} must be from 0 to 2^63 - 1" for seed in options.seeds if not 0 <= seed < 2**63]
     if not 0 <= recipe.warmup <= 1:
         found.append(f"--warmup is {recipe.warmup}: it is a share of the steps, from 0 to 1")
@@ -139,6 +140,15 @@ def problems(options: Options) -> list[str]:
     if options.predict is not None and options.predict.suffix not in (".tsv", ".jsonl"):
         found.append(f"--predict {options.predict}: its name must end with .tsv or .jsonl")
     return found
+
+
+def _alike(settings: Sequence[Setting]) -> Iterator[str]:
+    """Settings that share a folder, where the second would be taken for the first."""
+    first: dict[str, Setting] = {}
+    for setting in settings:
+        other = first.setdefault(setting.folder(seed=1), setting)
+        if other is not setting:
+            yield f"--rates, --epochs: {other} and {setting} are alike in 6 digits and share a folder: leave one out"
 
 
 def _from_zero(recipe: Recipe) -> dict[str, float]:

@@ -86,12 +86,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def read_result(folder: Path, world: World) -> Result | None:
-    """How the run of a folder ended, as rank 0 reads it, for all ranks; None for one that has not."""
-    path = folder / RESULT
+def read_result(out: Path, setting: Setting, seed: int, world: World) -> Result | None:
+    """How a run ended, as rank 0 reads it, for all ranks; None for one that has not.
+
+    Raises TrainerError where its folder has another setting's result, whose numbers are alike in 6 digits.
+    """
+    path = out / setting.folder(seed) / RESULT
 
     def read() -> str:
-        return json.dumps(read_json(path)) if world.is_main and path.is_file() else ""
+        if not world.is_main or not path.is_file():
+            return ""
+        tree = read_json(path)
+        if tree.get("setting") != asdict(setting):
+            raise TrainerError(f"{path.parent} is another setting's, {tree.get('setting')}: name another --out")
+        return json.dumps(tree)
 
     text = broadcast_text(together(read, world), world)
     if not text:

@@ -190,8 +190,9 @@ class Run:
 
     def restore(self) -> State:
         """The newest checkpoint's state, with weights and moments loaded; or a fresh one."""
-        damaged: dict[str, str] = {}
-        while name := broadcast_text(together(partial(self._newest, damaged), self.world), self.world):
+        damaged: dict[str, str] = {}  # name: why
+        told: set[str] = set()
+        while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
             folder = self.folder / name
             proven = attempt(lambda: checkpoint.verify(checkpoint.read(folder), self.world.rank, self.world.size))  # noqa: B023
             failure = first_failure(proven, self.world)
@@ -203,17 +204,23 @@ class Run:
                 self.saved = state.attempts
                 return state
             damaged[name] = failure
-            self._say(f"passed over: {failure}")
             if self.world.is_main:  # the same file under another name
                 shutil.rmtree(self.folder / BEST / name, ignore_errors=True)
         fill_masters(self.engine.partition, self.job.start)
         self.engine.refresh_weights()
         return State()
 
-    def _newest(self, damaged: dict[str, str]) -> str:
+    def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
+        """The name of the checkpoint to go on from, empty for a fresh start; rank 0 tells each reason once."""
         if not self.world.is_main:
             return ""
-        found, _ = checkpoint.newest(self.folder, damaged)
+        found, passed = checkpoint.newest(self.folder, damaged)
+        for reason in passed:
+            if reason not in told:
+                self._say(f"passed over: {reason}")
+        told.update(passed)
+        if found is None and passed:
+            raise TrainerError(f"no whole checkpoint in {self.folder}: remove the folder to start this run anew")
         return found.folder.name if found is not None else ""
 
     def _load(self, folder: Path) -> State:

@@ -44,9 +44,11 @@ def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
         for seed in options.seeds:
             name = setting.folder(seed)
             place = f"run {len(results) + len(own) + 1} of {count}, {name}"
-            result = read_result(options.out / name, world)
+            result = read_result(options.out, setting, seed, world)
             if result is not None:
                 tell(f"{place}: it has ended already: {result.how}")
+            elif stop.agreed(0):  # a run may be too short to look by itself
+                return None
             else:
                 tell(place)
                 result = _one(job, setting, seed, world, stop)

@@ -1,0 +1,64 @@
+"""The command of fine-tuning as tests run it, on real ranks, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ranks
+import torch
+from finetune_inputs import bert_folder, write_data
+from safetensors.torch import load_file
+
+from trainer.finetune.options import Setting
+from trainer.journal import read_lines
+
+MINUS_KILL = -signal.SIGKILL
+ON_RANKS = "tests/finetune_on_ranks.py"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    model: Path
+    data: Path
+
+
+def make_inputs(folder: Path) -> Inputs:
+    """A random BERT, and a task of 96 texts to learn from and 60 to be judged by."""
+    return Inputs(bert_folder(folder), write_data(folder / "data"))
+
+
+def finetune(
+    inputs: Inputs, out: Path, *arguments: str, size: int = 1, aim: str = "-", script: str = ON_RANKS
+) -> list[tuple[int, str]]:
+    """The command on ``size`` ranks: 30 steps of 16, with an evaluation after each 6; (exit code, output) of each."""
+    recipe = ["--rates", "1e-2", "--batches", "16", "--epochs", "5", "--max-length", "24"]
+    said = ["--task", "sst2", "--data", str(inputs.data), "--model", str(inputs.model), "--out", str(out), *recipe]
+    return ranks.finish(ranks.fork(size, script, aim, *said, "--device", "cpu", *arguments))
+
+
+def run_folder(out: Path, seed: int = 1, rate: float = 0.01, epochs: float = 5.0) -> Path:
+    return out / Setting(rate, 16, epochs).folder(seed)
+
+
+def result(out: Path, seed: int = 1, **setting: float) -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((run_folder(out, seed, **setting) / "result.json").read_text())
+    return tree
+
+
+def told(out: Path, what: str, seed: int = 1, **setting: float) -> dict[int, float]:
+    """Step: its loss or its rate, as the run told it; of a step that was taken twice, the later one."""
+    journal = read_lines(run_folder(out, seed, **setting) / "metrics.jsonl")
+    return {line["step"]: line[what] for line in journal if line["event"] == "step"}
+
+
+def losses(out: Path) -> dict[int, float]:
+    return told(out, "loss")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(run_folder(out) / "weights.safetensors")
+    return found

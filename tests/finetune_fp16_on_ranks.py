@@ -1,0 +1,49 @@
+"""Run by a test on each rank: fine-tuning in fp16 on CPUs, as finetune_on_ranks.py, of which some steps overflow.
+
+The loss scale is 2^10 at first, too low for others to overflow, and doubles after four good steps. Each step tells its
+own: ``scale STEP SCALE``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import engine_on_ranks
+import finetune_on_ranks
+import torch
+
+import trainer.engine
+from trainer.batch import Rows
+from trainer.engine import Engine, EngineConfig, StepResult
+from trainer.finetune.__main__ import main
+
+OVERFLOW = (2, 5, 7, 17)  # these tries do
+TAKE = Engine.step
+
+
+def step(self: Engine[Any], batches: Sequence[Rows], counts: Any, number: int, rate: float) -> StepResult:
+    """A step whose gradients are infinite where it is one of OVERFLOW."""
+    print(f"scale {number} {self.loss_scale.scale:g}", flush=True)
+    hook = self.model.head_bias.register_hook(lambda g: g + torch.inf) if number in OVERFLOW else None
+    try:
+        return TAKE(self, batches, counts, number, rate)
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+if __name__ == "__main__":
+    engine_on_ranks.allow_fp16_on_cpus()
+    for module in ("__main__", "sweep"):  # which have their own name for it
+        patch(f"trainer.finetune.{module}.resolve_precision", trainer.engine.resolve_precision).start()
+    scaled = partial(EngineConfig, initial_loss_scale=2.0**10, loss_scale_growth_interval=4)
+    patch("trainer.finetune.run.EngineConfig", scaled).start()
+    Engine.step = finetune_on_ranks.TAKE = step  # type: ignore[assignment, method-assign]
+    aim, *arguments = sys.argv[1:]
+    if aim != "-":
+        finetune_on_ranks.aim_at(*map(int, aim.split(":")))
+    main(arguments)
