@@ -251,13 +251,13 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     write_classes(tmp_path / "train.tsv", 3)
     write_classes(tmp_path / "dev.tsv", 3)
     wrong = "--rates 1e-5,0 --batches 0 --epochs inf --seeds 1,99999999999999999999 --warmup 2 --clip -1".split()
-    wrong += "--weight-decay nan --patience 0 --predict a".split()
+    wrong += "--weight-decay nan --patience 0 --timeout 9999999999 --predict a".split()
     with pytest.raises(TrainerError) as caught:
         options(tmp_path, tmp_path, *wrong)
     said = str(caught.value).split("; ")
     assert [part.split(" ")[0].rstrip(":") for part in said] == [
         *("--rates", "--batches", "--epochs", "--seeds", "--warmup"),
-        *("--weight-decay", "--clip", "--patience", "--predict"),
+        *("--weight-decay", "--clip", "--patience", "--timeout", "--predict"),
     ]
 
 

@@ -23,6 +23,7 @@ from trainer.finetune.options import Options, parse
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.task import TaskModel
 from trainer.finetune.tasks import Wish, known
+from trainer.lock import hold
 from trainer.order import Order
 
 STILL = ("--rates", "1e-9")  # where nothing moves, and the first evaluation stays the best
@@ -179,3 +180,11 @@ def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_pa
     [(code, said)] = finetune(inputs, tmp_path, *more)
     assert code == REFUSED and "loss" not in said, said
     assert f"no whole checkpoint in {folder}: remove the folder to start this run anew" in said
+
+
+def test_a_folder_that_another_command_writes_is_refused(inputs: Inputs, tmp_path: Path) -> None:
+    held = hold(tmp_path, 0, lambda text: None)
+    assert held is not None
+    with held:
+        [(code, said)] = finetune(inputs, tmp_path, *SHORT, "--timeout", "2")
+    assert code == REFUSED and f"{tmp_path} is being written by process" in said, said

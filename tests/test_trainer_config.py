@@ -114,6 +114,19 @@ def test_a_bad_value_is_one_line(tmp_path: Path, override: str, message: str) ->
     assert len(found) == 1 and found[0].startswith(message) and "\n" not in found[0]
 
 
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    """A wrong type hides neither its section's other problems nor those between sections; nor is one told twice."""
+    overrides = ("run.seed=-1", "run.port=1", "model.hidden=wide", "model.layers=0", "model.dropout=1.5", "optimizr=1")
+    found = problems(tmp_path, *overrides, "phases.0.warmup_steps=x", "phases.0.steps=-1", "model.max_positions=64")
+    assert [line.split(" is ")[0].split(":")[0] for line in found] == [
+        *("optimizr", "run.port", "run.seed", "model.hidden", "model.layers", "model.dropout"),
+        *("phases.0.warmup_steps", "phases.0.steps"),
+    ]
+    found = problems(tmp_path, "engine.kernels=3", "model.max_positions=64")
+    assert [line.split(":")[0].split(" is ")[0] for line in found] == ["engine.kernels", "phases.0.sequence_length"]
+    assert problems(tmp_path, "run.timeout_seconds=99999999999999")[0].endswith("must be 2592000 (thirty days) or less")
+
+
 def test_a_required_key_is_missed(tmp_path: Path) -> None:
     text = MINIMAL.replace("name: r, ", "").replace(", sequence_length: 128", "")
     missing = [f"{key}: missing; it has no default" for key in ("run.name", "phases.0.sequence_length")]

@@ -79,6 +79,18 @@ def test_a_start_that_is_refused_changes_nothing(tiny_shards: Path, tmp_path: Pa
     assert json.loads((run / "ended.json").read_text())["how"] == "done" and read_history(run).end == "done"
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "config.yaml"])
+def test_a_folder_that_is_none_of_a_runs_is_refused_and_left_alone(
+    tiny_shards: Path, tmp_path: Path, name: str
+) -> None:
+    config = write_config(tmp_path, tiny_shards, 3)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("mine")
+    [(code, said)] = ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(config)))
+    assert code == 2 and f"run holds {name}, which no run left there: give it another name" in said, said
+    assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
 def live(folder: Path, shards: Path, steps: int, *aims: Aim) -> tuple[int, str]:
     """One start of a run of one rank that evaluates after each 4 steps."""
     folder.mkdir(exist_ok=True)

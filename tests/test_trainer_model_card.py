@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,14 @@ def test_what_was_not_recorded_is_left_out(found: Checkpoint, tmp_path: Path) ->
     assert re.findall(r"^## (.+)$", text, re.M) == ["Data", "Recipe", "Limits"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
     assert "nothing is known but what stands above" in text
+
+
+def test_tasks_that_no_manifest_tells_are_not_named(found: Checkpoint, tmp_path: Path) -> None:
+    assert "Pre-trained, from " in card(found, tmp_path / "out")[1]  # the second phase's is not at hand
+    config = found.record["config"]
+    known = found.record | {"config": config | {"phases": config["phases"][:1]}}
+    text = card(replace(found, record=known), tmp_path / "known")[1]
+    assert "Pre-trained on masked language modelling and next-sentence prediction, from " in text
 
 
 def test_whatever_is_stated_is_text_in_the_front_matter(found: Checkpoint, tmp_path: Path) -> None:

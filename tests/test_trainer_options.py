@@ -14,6 +14,7 @@ from runs import write_config
 from safetensors.torch import save_file
 from torch import Tensor
 
+import trainer.__main__ as program
 import trainer.evaluate
 from data_prep.manifest import manifest_hash
 from kernels import backend
@@ -119,6 +120,35 @@ def test_kernels_are_chosen_and_refused_before_anything_is_loaded(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trainer.{name}: error: the kernels need Triton on a GPU (ImportError: none here)")
     assert "set --kernels to torch" in line
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export"])
+def test_another_vocabulary_than_the_runs_is_refused(
+    name: str, run: Path, tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of the same size, too."""
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    own = copied / "tokenizer" / "tokenizer.json"
+    tree = json.loads(own.read_text())
+    first, last = list(tree["model"]["vocab"])[-2:]
+    pieces = tree["model"]["vocab"]
+    pieces[first], pieces[last] = pieces[last], pieces[first]
+    own.write_text(json.dumps(tree))
+    more = ["--tokenizer", str(tiny_shards / "tokenizer")] if name == "export" else []
+    assert command(name, copied, tiny_shards, *more) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"has another vocabulary than the run, {copied / 'tokenizer'}" in line
+
+
+def test_the_trainers_own_mistakes_take_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong in ("--nonsense", "--conf"):
+        monkeypatch.setattr("sys.argv", ["trainer", "--config", "a.yaml", wrong, "b.yaml"])
+        with pytest.raises(SystemExit) as end:
+            program.main()
+        [line] = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2 and line.startswith("trainer: error: ") and wrong in line
 
 
 @pytest.mark.parametrize("name", COMMANDS)

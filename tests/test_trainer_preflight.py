@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,39 @@ def test_two_ranks_say_that_they_are_ready(tiny_shards: Path, tmp_path: Path) ->
     assert "is written by rank 0 and seen by every node" in told and "all-reduce of 64 MiB over gloo: " in told
     assert told.splitlines()[-1] == "lambert: ready"
     assert not (tmp_path / "run").exists()
+
+
+def trial(path: Path, *options: str) -> tuple[int, str]:
+    [ended] = ranks.finish(ranks.fork(1, "trainer/preflight.py", "--config", str(path), *options))
+    return ended
+
+
+def test_alone_it_counts_the_ranks_of_the_host_file(tiny_shards: Path, tmp_path: Path) -> None:
+    hosts, path = tmp_path / "hosts", write_config(tmp_path, tiny_shards, 4, run={"ranks": 16})
+    hosts.write_text("node-0 slots=8\nnode-1 slots=8\n")
+    code, said = trial(path, "--hostfile", str(hosts))
+    assert code == 0 and said.splitlines()[-1] == "lambert: ready", said
+    code, said = trial(path, "--hostfile", str(hosts), "--set", "run.ranks=8")
+    assert code == 2 and "16 rank(s) were started but run.ranks is 8" in said
+
+
+def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Path) -> None:
+    path, other = write_config(tmp_path, tiny_shards, 2), tmp_path / "other"
+    assert [code for code, _ in ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(path)))] == [0]
+    code, said = trial(path)
+    assert code == 0 and f"the run goes on from {tmp_path / 'run' / 'step-00000002'}" in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for changes, message in (
+            (["run.seed=6"], "is of another run (seed was 5, now 6)"),
+            (["run.resume=never"], "run.resume is never"),
+            ([f"run.folder={other}", "run.resume=required"], "no whole checkpoint in"),
+            ([f"run.folder={other}", f"run.weights={tmp_path}"], f"{tmp_path}"),
+            ([f"run.folder={tiny_shards}"], "holds manifest.json, which no run left there"),
+            (["metrics.address=127.0.0.1", f"metrics.port={taken.getsockname()[1]}"], "metrics.port"),
+        ):
+            code, said = trial(path, *(word for change in changes for word in ("--set", change)))
+            assert code == 2 and message in said and "lambert: ready" not in said, said
+    assert not other.exists()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from trainer.exits import DONE, INTERRUPTED, LOST, REFUSED, STOPPED
 from trainer.facts import facts
 from trainer.journal import say
 from trainer.network import ports
+from trainer.options import OneLineParser
 from trainer.state import TrainState
 from trainer.train import train
 from trainer.world import (
@@ -39,7 +40,7 @@ Result = TypeVar("Result")
 
 def main() -> None:
     """Read the configuration, meet the other ranks, train. The exit codes are in :mod:`trainer.exits`."""
-    parser = argparse.ArgumentParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
+    parser = OneLineParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
@@ -51,18 +52,22 @@ def main() -> None:
         said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
         fail(said if world.is_main else "", STOPPED)
     if world.is_main:
-        print(f"lambert: done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens", flush=True)
+        say(f"done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens")
     leave(DONE)
 
 
-def prepare(path: str, overrides: list[str]) -> tuple[Config, list[PhaseData], World]:
-    """All that a rank finds out by itself. Ends the process with a line where something is wrong."""
+def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[Config, list[PhaseData], World]:
+    """All that a rank finds out by itself; ``ranks``: those that will be started, where this is one alone.
+
+    Ends the process with a line where something is wrong.
+    """
     try:
         config = load(path, overrides)
         world = from_launcher(config.run.device)
-        if config.run.ranks not in (None, world.size):
+        started = ranks if ranks is not None and world.size == 1 else world.size
+        if config.run.ranks not in (None, started):
             raise TrainerError(
-                f"{world.size} rank(s) were started but run.ranks is {config.run.ranks}: mend the one or the other"
+                f"{started} rank(s) were started but run.ranks is {config.run.ranks}: mend the one or the other"
             )
         resolve_precision(config.engine, world.device)
         with backend.using(config.engine.kernels):

@@ -8,7 +8,6 @@ longest sequence of the batch, its MLM head on the masked positions only.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import time
@@ -28,6 +27,7 @@ from kernels.dropout import token_keys
 from trainer.batch import GlobalCounts, MicroBatch
 from trainer.flops import model_flops
 from trainer.model import Bert, ModelConfig
+from trainer.options import OneLineParser
 
 TOKENS = 32_768
 Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # makes a forward and backward
@@ -176,7 +176,7 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
 
 def main() -> None:
     """Print the table, a row as soon as it is measured."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
+    parser = OneLineParser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--shards", nargs="*", type=Path, default=[], help="data sets whose lengths to time, too")
     parser.add_argument("--compile", action="store_true", help="Hugging Face under torch.compile, too: minutes")

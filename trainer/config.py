@@ -28,6 +28,9 @@ from trainer.metrics import MetricsConfig
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.schedule import Phase
+from trainer.world import LONGEST
+
+_WRONG = object()  # in place of a value that cannot be
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class RunConfig:
         for name in ("timeout_seconds", "shuffle_window"):
             if getattr(self, name) < 1:
                 found.append(f"{name} is {getattr(self, name)}: must be 1 or more")
+        if self.timeout_seconds > LONGEST:
+            found.append(f"timeout_seconds is {self.timeout_seconds}: must be {LONGEST} (thirty days) or less")
         return found
 
 
@@ -135,8 +140,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(tree, override, problems)
     config = _build(Config, tree, "", problems)
-    if not problems:
-        problems += config.problems()
     if problems:
         noun = "problem" if len(problems) == 1 else "problems"
         raise TrainerError("\n  - ".join([f"{path}: {len(problems)} {noun}", *problems]))
@@ -182,29 +185,36 @@ def _place(text: str) -> int:
 
 
 def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
-    """An instance of dataclass ``cls`` from a mapping; what is wrong goes to ``problems``."""
+    """An instance of dataclass ``cls`` from a mapping; what is wrong goes to ``problems``.
+
+    A wrong value has its default in it, so that the others can be looked at, and ``_WRONG`` stands for all of it where
+    it has none.
+    """
     if not isinstance(tree, dict):
         problems.append(f"{where or 'the file'}: expected a mapping of keys, found {_seen(tree)}")
-        return None
+        return _WRONG
     types_of = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    before = len(problems)
     for key in tree:
         if key not in fields:
             near = difflib.get_close_matches(str(key), list(fields), 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
             problems.append(f"{_join(where, key)}: unknown key; {hint}")
-    values = {}
+    values, wrong = dict[str, Any](), set[str]()
     for name, spec in fields.items():
+        before = len(problems)
         if name in tree:
             values[name] = _value(types_of[name], tree[name], _join(where, name), problems)
         elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             problems.append(f"{_join(where, name)}: missing; it has no default")
-    if len(problems) > before:
-        return None
+            values[name] = _WRONG
+        if len(problems) > before:
+            wrong.add(name)
+    values = {name: value for name, value in values.items() if value is not _WRONG}
+    if any(f.default is f.default_factory is dataclasses.MISSING and f.name not in values for f in fields.values()):
+        return _WRONG
     built = cls(**values)
-    if cls is not Config:
-        problems += [f"{where}.{problem}" for problem in built.problems()]
+    problems += [_join(where, problem) for problem in built.problems() if not any(name in problem for name in wrong)]
     return built
 
 
@@ -216,8 +226,9 @@ def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             problems.append(f"{where}: expected a list, found {_seen(value)}")
-            return ()
-        return tuple(_value(arguments[0], v, f"{where}.{i}", problems) for i, v in enumerate(value))
+            return _WRONG
+        found = tuple(_value(arguments[0], v, f"{where}.{i}", problems) for i, v in enumerate(value))
+        return _WRONG if _WRONG in found else found
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
@@ -227,6 +238,7 @@ def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         if not any(value == a and type(value) is type(a) for a in arguments):  # True == 1, but is no stage
             choices = ", ".join(str(a) for a in arguments)
             problems.append(f"{where}: {value!r} is not one of {choices}")
+            return _WRONG
         return value
     return _scalar(kind, value, where, problems)
 
@@ -245,7 +257,7 @@ def _scalar(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         return value
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
     problems.append(f"{where}: expected {names[kind]}, found {_seen(value)}")
-    return value
+    return _WRONG
 
 
 def _join(where: str, key: object) -> str:

@@ -7,7 +7,6 @@ reduced, the optimizer, and the weights that come back. On CPUs a small model sh
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from trainer.bench import SIZES, by_kernel, micro_batch
 from trainer.engine import Engine, EngineConfig
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import OptimizerConfig
+from trainer.options import OneLineParser
 from trainer.world import World, from_launcher, join, leave
 
 SMALL = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128, vocab_size=1000)
@@ -90,7 +90,7 @@ def tell(world: World, line: str) -> None:
 
 def main() -> None:
     """Print the table, a row as soon as it is measured."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.engine_bench", description=__doc__.split("\n")[0])
+    parser = OneLineParser(prog="python -m trainer.engine_bench", description=__doc__.split("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[8, 1], help="micro-batches of a step")
     parser.add_argument("--optimizer", choices=("lamb", "adam"), default="lamb")

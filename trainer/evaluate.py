@@ -43,6 +43,7 @@ from trainer.loader import Loader, filler
 from trainer.model import Bert, ModelConfig, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line
 from trainer.remote import is_remote
+from trainer.vocabulary import require_vocabulary
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
 
 _SHUFFLE = 3  # what a permutation is drawn for; see trainer/order.py
@@ -293,6 +294,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
             f"{heldout} has sequences of {manifest.settings.sequence_length} tokens but the model of {checkpoint} has "
             f"{model.model.max_positions} positions: name shorter held-out shards"
         )
+    require_vocabulary(Path(checkpoint), manifest.tokenizer.sha256, heldout)
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
         raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build them with one")
     loader = Loader(heldout_folder, manifest, world.rank, world.size, cache=remote)

@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data_prep.manifest import TOKENIZER_FOLDER
 from trainer import onnx
 from trainer.batch import MicroBatch
 from trainer.checkpoint import find, load_weights, require_finite, sync
@@ -34,6 +33,7 @@ from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_fa
 from trainer.model import Bert, ModelConfig
 from trainer.model_card import write_card
 from trainer.options import OneLineParser, one_line
+from trainer.vocabulary import tokenizer_of
 
 TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the largest logit
 
@@ -336,7 +336,7 @@ def _run(options: argparse.Namespace) -> None:
                 f"largest; {onnx.TOLERANCE:.0e} is allowed"
             )
 
-    tokenizer = options.tokenizer or found.folder.parent / TOKENIZER_FOLDER
+    tokenizer = tokenizer_of(found.folder, options.tokenizer)
     worst = write_folder(weights, model, tokenizer, options.out, options.check, finish)
     if worst is not None:
         said.append(

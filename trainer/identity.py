@@ -1,4 +1,4 @@
-"""What must not change between a checkpoint and the run that goes on from it."""
+"""Whether a folder, and the checkpoint in it, are a run's own: what must not change before it goes on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_prep.manifest import manifest_hash
+from data_prep.manifest import MANIFEST, manifest_hash
+from trainer.checkpoint import Checkpoint
 from trainer.config import Config
 from trainer.data import PhaseData
 from trainer.errors import TrainerError
+from trainer.journal import JOURNAL
 from trainer.schedule import Phase
 
 
@@ -32,6 +34,24 @@ def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
             for data in phases
         ],
     }
+
+
+def require_own_folder(folder: Path) -> None:
+    """Raises TrainerError where the folder holds a data set, or a configuration that no run left there."""
+    for name in (MANIFEST, "config.yaml"):
+        if (folder / name).exists() and not (folder / JOURNAL).exists():
+            raise TrainerError(f"run.folder {folder} holds {name}, which no run left there: give it another name")
+
+
+def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[str]) -> None:
+    """Raises TrainerError where ``run.resume`` is against what was found; ``passed``: why checkpoints do not count."""
+    folder, wanted = config.run.folder, config.run.resume
+    if found is None and (wanted == "required" or passed):
+        raise TrainerError(f"no whole checkpoint in {folder}: check run.folder, or remove what is there")
+    if found is not None and wanted == "never":
+        raise TrainerError(
+            f"{found.folder} exists and run.resume is never: give run.folder another name, or set resume to auto"
+        )
 
 
 def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple[Phase, ...], folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import IO
 
 from trainer.errors import TrainerError
 
+PATIENCE = 60.0  # seconds that a command waits for an earlier attempt to end
 NAME = ".lock"  # in the folder; its text says who holds it
 POLL = 0.2  # seconds
 
@@ -22,7 +23,10 @@ def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] 
     Waits ``patience`` seconds for one that holds it, since an earlier attempt may be about to end. Raises TrainerError
     where it does not end. None where the file system has no locks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainerError(f"{folder} cannot be made ({error.strerror}): name another folder") from None
     file = (folder / NAME).open("a+", encoding="utf-8")
     until, told = time.monotonic() + patience, False
     while True:

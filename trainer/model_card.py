@@ -104,14 +104,15 @@ def _head(found: Checkpoint, model: ModelConfig) -> str:
     record, name = found.record, found.record["config"]["run"]["name"]
     padding = (model.vocab_rows - model.vocab_size) * (model.hidden + 1)
     parameters = sum(shape.numel() for shape in found.shapes.values()) - padding
-    manifests = [manifest for _, manifest in _manifests(record) if manifest is not None]
-    tasks = ["masked language modelling", *sorted({_PAIRS.get(m.settings.pairs, "") for m in manifests} - {""})]
+    manifests = [manifest for _, manifest in _manifests(record)]
+    known = {_PAIRS.get(manifest.settings.pairs, "") for manifest in manifests if manifest is not None} - {""}
+    tasks = " on " + " and ".join(["masked language modelling", *sorted(known)]) if None not in manifests else ""
     state, origin = record["state"], record["config"]["run"]["weights"]
     begun = "random weights" if origin is None else f"the weights {Path(origin).name}"
     return f"""# {name}
 
 A BERT of {model.layers} layer{"s" * (model.layers > 1)}, hidden size {model.hidden}, {model.heads} heads and a \
-vocabulary of {model.vocab_size:,}: {parameters:,} parameters. Pre-trained on {" and ".join(tasks)}, from {begun}; \
+vocabulary of {model.vocab_size:,}: {parameters:,} parameters. Pre-trained{tasks}, from {begun}; \
 this is step {state["step"]:,}, after {state["samples"]:,} sequences and {state["tokens"]:,} tokens.
 
 ```python

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kernels import backend
 from trainer.exits import REFUSED
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, without the usage, and where to read more."""
+    """Says what is wrong with the arguments in one line, without the usage, and where to read more.
+
+    Options are taken whole: one that comes later could change what a shortened one means.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""

@@ -8,7 +8,6 @@ that rank 0's thread spent in them, without waiting for others, says more.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ from trainer.loader import StepBatch
 from trainer.metrics import Metrics, MetricsConfig, Subject
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import OptimizerConfig
+from trainer.options import OneLineParser
 from trainer.state import TrainState
 from trainer.stopwatch import Stopwatch
 from trainer.world import World, from_launcher, join, leave
@@ -78,10 +78,12 @@ class Bench:
 
 def main() -> None:
     """Measure, and print one line."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.overhead", description=__doc__.split("\n")[0])
+    parser = OneLineParser(prog="python -m trainer.overhead", description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=20, help="blocks with metrics, and as many without")
     parser.add_argument("--steps", type=int, default=20, help="of a block; ten are the least that mean anything")
     given = parser.parse_args()
+    if given.pairs < 2 or given.steps < 1:
+        parser.error("--pairs must be 2 or more, --steps 1 or more")
     world = from_launcher("auto")
     join(world, 600)
     with tempfile.TemporaryDirectory() as folder:

@@ -19,15 +19,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from data_prep.manifest import TOKENIZER_FOLDER
 from trainer import hostfile
 from trainer.__main__ import guard, meet, prepare
+from trainer.checkpoint import newest
 from trainer.config import Config
 from trainer.data import PhaseData
 from trainer.errors import TrainerError
 from trainer.exits import DONE
+from trainer.identity import identity, require_allowed, require_own_folder, require_same_run
 from trainer.journal import say
 from trainer.meeting import numbers
+from trainer.model import Bert
 from trainer.network import falls_to_tcp, ports
+from trainer.options import OneLineParser
+from trainer.weights import fitting
 from trainer.world import World, leave, nccl_said, require_shared, settings, together
 
 MEBIBYTES = 64  # of the sum that is timed
@@ -36,13 +42,13 @@ TRIES = 5
 
 def main() -> None:
     """Check, and say what was found. Exit code 0 when the run can start, 2 with a line where it cannot."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
+    parser = OneLineParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--hostfile", type=Path, help="of deepspeed: check it, and .deepspeed_env, on this node")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     options = parser.parse_args()
-    config, phases, world = prepare(options.config, options.set)
+    config, phases, world = prepare(options.config, options.set, _slots(options.hostfile))
     guard(world, partial(_try_all, config, phases, world, options.hostfile))
     if world.is_main:
         say("ready")
@@ -59,7 +65,17 @@ def _try_all(config: Config, phases: list[PhaseData], world: World, hosts: Path 
         say(f"{world.size} rank(s) met in {seconds:.1f} s, with the same code, versions, configuration and shards")
     _say_node(world)
     _share(config, world)
+    together(lambda: _foresee(config, phases) if world.is_main else None, world)
+    together(lambda: _try_port(config) if world.is_local_main else None, world)
     _time_sum(world)
+
+
+def _slots(hosts: Path | None) -> int | None:
+    """The ranks of a host file; None without one, and for one that is refused later, with its line."""
+    try:
+        return None if hosts is None else sum(hostfile.read_hosts(hosts).values())
+    except TrainerError:
+        return None
 
 
 def _say_what_deepspeed_reads(path: Path, world: World) -> None:
@@ -96,6 +112,40 @@ def _share(config: Config, world: World) -> None:
         say(f"run.folder {folder} is written by rank 0 and seen by every node; {free:,.0f} GiB free")
         if not was_there:
             folder.rmdir()
+
+
+def _foresee(config: Config, phases: list[PhaseData]) -> None:
+    """What the run will find in its folder. Raises TrainerError where it would refuse to start."""
+    folder = Path(config.run.folder)
+    require_own_folder(folder)
+    found, passed = newest(folder) if folder.is_dir() else (None, [])
+    require_allowed(config, found, passed)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Bert(config.model).named_parameters()}
+    if found is not None:
+        require_same_run(found.record, identity(config, phases), tuple(d.phase for d in phases), found.folder)
+        say(f"the run goes on from {found.folder}")
+    elif config.run.weights is not None:
+        fitting(Path(config.run.weights), config.model, shapes, say, phases[0].loader.folder / TOKENIZER_FOLDER)
+    size, free = 12 * sum(s.numel() for s in shapes.values()), shutil.disk_usage(_above(folder)).free
+    if free < size:
+        raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB and {free >> 20:,} are free: make room")
+
+
+def _above(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return folder if folder.exists() else _above(folder.absolute().parent)
+
+
+def _try_port(config: Config) -> None:
+    metrics = config.metrics
+    if metrics.port is None:
+        return
+    try:
+        socket.create_server((metrics.address, metrics.port)).close()
+    except OSError as error:
+        where, why = f"{socket.gethostname()}, {metrics.address}", str(error.strerror).partition(" (")[0]
+        raise TrainerError(f"metrics.port {metrics.port} of {where}: {why}; name another, or null") from None
 
 
 def _time_sum(world: World) -> None:

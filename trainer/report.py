@@ -22,6 +22,7 @@ from matplotlib.ticker import EngFormatter
 from trainer.errors import TrainerError
 from trainer.history import History, read_history
 from trainer.journal import TASKS
+from trainer.options import OneLineParser
 from trainer.panels import BLUE, FAINT, GREEN, INK, PARTS, RED, ROWS, SKY, STYLE, Panel, median_rate, number, present
 from trainer.references import Reference, fitting
 
@@ -46,7 +47,7 @@ _HEAD, _ROW, _BAR = 1.65, 3.45, 1.15
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Draw a run's metrics.")
+    parser = OneLineParser(prog="python -m trainer.report", description="Draw a run's metrics.")
     parser.add_argument("folder", type=Path, help="the run's folder")
     parser.add_argument("--references", action=argparse.BooleanOptionalAction, default=True, help="published figures")
     options = parser.parse_args(arguments)

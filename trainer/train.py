@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import yaml
 
+from data_prep.atomic import replacing
 from data_prep.manifest import TOKENIZER_FOLDER
 from kernels import backend
 from trainer import checkpoint
@@ -20,9 +21,9 @@ from trainer.data import PhaseData
 from trainer.engine import Engine
 from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
-from trainer.identity import identity, require_same_run
+from trainer.identity import identity, require_allowed, require_own_folder, require_same_run
 from trainer.journal import say
-from trainer.lock import hold
+from trainer.lock import PATIENCE, hold
 from trainer.metrics import Metrics, Subject
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, spoken
@@ -34,7 +35,6 @@ from trainer.stopwatch import Stopwatch
 from trainer.weights import start_from
 from trainer.world import World, broadcast_text, limit_waits, nccl_said, require_shared, together
 
-LOCK_PATIENCE = 60.0  # seconds that a run waits for an earlier attempt to end
 ENDED = "ended.json"  # in the run's folder: {"how": "done", "reached" (evaluation.stop_at) or "stopped", "step": …}
 
 
@@ -70,8 +70,12 @@ class Run:
         return self.stop.decided or bool(self.reached)
 
     def _hold(self) -> IO[str] | None:
-        patience = min(LOCK_PATIENCE, self.config.run.timeout_seconds / 2)  # the other ranks wait in a collective
-        return hold(self.folder, patience, self._say) if self.world.is_main else None
+        """Rank 0 holds the folder from here on. Raises TrainerError where it is somebody else's, or held."""
+        patience = min(PATIENCE, self.config.run.timeout_seconds / 2)  # the other ranks wait in a collective
+        if not self.world.is_main:
+            return None
+        require_own_folder(self.folder)
+        return hold(self.folder, patience, self._say)
 
     def _open_folder(self, watch: Stopwatch) -> Metrics:
         heldout = [data.heldout for data in self.phases if data.heldout is not None]
@@ -130,16 +134,8 @@ class Run:
             if reason not in told:
                 self._say(f"passed over: {reason}")
         told.update(passed)
-        wanted = self.config.run.resume
-        if found is None:
-            if wanted == "required" or passed:
-                raise TrainerError(f"no whole checkpoint in {self.folder}: check run.folder, or remove what is there")
-            return ""
-        if wanted == "never":
-            raise TrainerError(
-                f"{found.folder} exists and run.resume is never: give run.folder another name, or set resume to auto"
-            )
-        return found.folder.name
+        require_allowed(self.config, found, passed)
+        return "" if found is None else found.folder.name
 
     def _prove(self, folder: Path) -> None:
         checkpoint.verify(checkpoint.read(folder), self.world.rank, self.world.size)
@@ -287,8 +283,8 @@ def _train(run: Run) -> TrainState:
 
 
 def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
-    text = yaml.safe_dump(to_tree(config), sort_keys=False)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    with replacing(folder / "config.yaml") as file:
+        file.write(yaml.safe_dump(to_tree(config), sort_keys=False).encode())
     shutil.copytree(data.loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
 
 

@@ -59,6 +59,20 @@ def start_from(
     """
     partition = optimizer.partition
     assert partition is not None
+    fill_masters(partition, fitting(path, model, partition.shapes, tell, tokenizer))
+
+
+def fitting(
+    path: Path,
+    model: ModelConfig,
+    wanted: dict[str, torch.Size],
+    tell: Callable[[str], None],
+    tokenizer: Path | None = None,
+) -> dict[str, Tensor]:
+    """The weights at ``path`` by name, whole; heads may be missing. ``wanted``: the parameters of ``model``.
+
+    Raises TrainerError as :func:`start_from`.
+    """
     given = read(path, tell)
     if tokenizer is not None:
         _require_vocabulary(path, given.tokenizer, tokenizer, tell)
@@ -71,9 +85,9 @@ def start_from(
                 f"run.weights: {path} is of another model ({'; '.join(different)}): correct the one or the other"
             )
     shapes = {name: tensor.shape for name, tensor in given.tensors.items()}
-    kept = {n: s for n, s in partition.shapes.items() if n not in shapes} if given.heads_may_lack else {}
-    require_shapes(f"run.weights: {path}", shapes | kept, partition.shapes)
-    fill_masters(partition, given.tensors)
+    kept = {n: s for n, s in wanted.items() if n not in shapes} if given.heads_may_lack else {}
+    require_shapes(f"run.weights: {path}", shapes | kept, wanted)
+    return given.tensors
 
 
 def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:

@@ -26,6 +26,7 @@ from trainer.launchers import describe
 from trainer.meeting import Account, Meeting, meet
 
 Result = TypeVar("Result")
+LONGEST = 30 * 24 * 3600  # seconds that ranks may wait for one another: more is a slip, and overflows clocks
 PORT = "29500"  # torchrun's own, where a launcher names none
 SHARE_SECONDS = 30.0  # that a network's file system may take to show a new file elsewhere
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import PICTURE, conclude, sweep
 from trainer.finetune.tasks import known
 from trainer.journal import say
+from trainer.lock import PATIENCE, hold
 from trainer.options import one_line
 from trainer.stop import Stop
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
@@ -114,7 +116,9 @@ def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
     told = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
     for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": told}):
         say(f"warning: not the same on all ranks: {difference}")
-    with backend.using(options.machine.kernels):
+    patience = min(PATIENCE, options.machine.timeout / 2)  # the other ranks wait in a collective
+    held = together(lambda: hold(options.out, patience, say) if world.is_main else None, world)
+    with backend.using(options.machine.kernels), held or nullcontext():
         results = sweep(job, world, Stop(world, STOP_STEPS))
         if results is None:
             return False

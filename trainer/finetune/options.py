@@ -14,6 +14,7 @@ from trainer.finetune.classify import Columns
 from trainer.finetune.formats import split_name
 from trainer.finetune.tasks import TASKS, Known, Recipe, Wish, known
 from trainer.options import OneLineParser
+from trainer.world import LONGEST
 
 T = TypeVar("T", int, float)
 
@@ -135,6 +136,8 @@ def problems(options: Options) -> list[str]:
     found += [
         f"{name} is {value}: must be 1 or more" for name, value in counted.items() if value is not None and value < 1
     ]
+    if options.machine.timeout > LONGEST:
+        found.append(f"--timeout is {options.machine.timeout}: must be {LONGEST} (thirty days) or less")
     if options.out.exists() and not options.out.is_dir():
         found.append(f"--out {options.out} is a file: name a folder")
     if options.predict is not None and options.predict.suffix not in (".tsv", ".jsonl"):

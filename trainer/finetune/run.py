@@ -289,7 +289,7 @@ class Run:
         """Leave the result and the best weights, and nothing else that is large."""
         best = next((e for e in state.evaluations if e["step"] == state.best_at), None)
         how = "diverged" if reason else "done"
-        if best and not reason and (best["constant"] or state.evaluations[-1]["constant"]):
+        if best and not reason and best["constant"]:
             how, reason = "degenerate", "it says the same of everything"
         result = Result(
             how=how,

@@ -1,0 +1,38 @@
+"""The tokenizer that a run keeps beside its checkpoints: what else goes with these must have its vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from data_prep.errors import DataError
+from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.tokenizer import load_tokenizer
+from trainer.checkpoint import named
+from trainer.errors import TrainerError
+
+
+def tokenizer_of(checkpoint: Path, given: Path | None = None) -> Path:
+    """The folder of the tokenizer that goes with a run's folder or a checkpoint in it: ``given``, or the run's own.
+
+    Raises TrainerError where ``given`` cannot be read or has another vocabulary.
+    """
+    own = _run(checkpoint) / TOKENIZER_FOLDER
+    if given is None:
+        return own
+    try:
+        require_vocabulary(checkpoint, load_tokenizer(given).sha256(), given)
+    except DataError as error:
+        raise TrainerError(str(error)) from None
+    return given
+
+
+def require_vocabulary(checkpoint: Path, sha256: str, what: object) -> None:
+    """Raises TrainerError where ``what``, with a tokenizer of this sha256, has another vocabulary than the run."""
+    own = _run(checkpoint) / TOKENIZER_FOLDER
+    if own.is_dir() and load_tokenizer(own).sha256() != sha256:
+        raise TrainerError(f"{what} has another vocabulary than the run, {own}: name what was made with that one")
+
+
+def _run(checkpoint: Path) -> Path:
+    """The run's folder, of that or of a checkpoint in it."""
+    return checkpoint.parent if checkpoint in named(checkpoint.parent) else checkpoint
