@@ -36,4 +36,4 @@ $(READY): requirements.lock
 	@touch $@
 
 clean:
-	@rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv runs/demo .mypy_cache .pytest_cache .ruff_cache

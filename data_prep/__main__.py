@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
 
 from data_prep.build import build
 from data_prep.cleaning import clean
@@ -17,8 +16,9 @@ from data_prep.errors import DataError
 from data_prep.inspection import describe, show_samples, warnings
 from data_prep.manifest import load_manifest
 from data_prep.metrics import Figures, check_textfile, push, serve, write_textfile
+from data_prep.options import Parser, check_place, check_range
 from data_prep.settings import CHOICES, Settings, make_settings
-from data_prep.tokenizer import train_tokenizer
+from data_prep.tokenizer import LARGEST_MULTIPLE, LARGEST_VOCABULARY, train_tokenizer
 from data_prep.verify import verify
 from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
 
@@ -34,14 +34,6 @@ from text to shards:
 
 text is .txt (a blank line between documents), .jsonl (a document a line, in the field "text"), plain or
 compressed (.gz, .bz2, .xz, .zst), in UTF-8, or .parquet (a document a row, in the column "text")"""
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other error is said."""
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the process."""
-        self.exit(BAD_INPUT, f"data_prep: error: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,8 +68,8 @@ def _run(options: argparse.Namespace) -> int:
 def _vocab(options: argparse.Namespace) -> int:
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise DataError(f"{options.out} is not empty; choose another --out or remove it")
-    if options.multiple_of < 1:
-        raise DataError(f"--multiple-of {options.multiple_of}: wanted 1 or more")
+    check_range("--size", options.size, 1, LARGEST_VOCABULARY)
+    check_range("--multiple-of", options.multiple_of, 1, LARGEST_MULTIPLE)
     reading = Reading(parse_where(options.where), options.text_field, options.bad_bytes)
     sources = find_sources(options.input, reading.where)
     paragraphs = (clean(paragraph.text)[0] for source in sources for paragraph in read_paragraphs(source, reading))
@@ -91,8 +83,7 @@ def _vocab(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     chosen = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in VERSIONS}
     settings = make_settings(**chosen)
-    if options.processes < 1:
-        raise DataError(f"--processes {options.processes}: wanted 1 or more")
+    check_range("--processes", options.processes, 1)
     start = time.monotonic()
     figures = Figures(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:
@@ -126,6 +117,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    check_range("--samples", options.samples, 0)
+    if options.picture:
+        check_place("--picture", options.picture, ".png")
     for line in describe(load_manifest(options.folder)):
         print(line)
     for line in show_samples(options.folder, options.samples):
@@ -201,7 +195,8 @@ def _add_vocab(vocab: argparse.ArgumentParser) -> None:
 
 def _add_build(build_parser: argparse.ArgumentParser) -> None:
     text = build_parser.add_argument_group("documents and sentences").add_argument
-    text("--language", default="en", metavar="CODE", help="ISO 639-1, for splitting sentences (%(default)s)")
+    code = "ISO 639-1, for splitting sentences; one without rules of its own is split as a related one, or English"
+    text("--language", default="en", metavar="CODE", help=f"{code} (%(default)s)")
     text("--given-words", action="store_true", help="Chinese characters between two spaces are one word (for masks)")
     text("--drop-duplicates", action="store_true", help="of equal documents only the first takes part")
     text("--held-out-share", type=float, default=0.0, metavar="X", help="of the documents, by a hash of their text")
@@ -219,7 +214,7 @@ def _add_build(build_parser: argparse.ArgumentParser) -> None:
     add("--cut", choices=CHOICES["cut"], default="either", help="which ends a long pair loses (%(default)s)")
     add("--masking", choices=CHOICES["masking"], default="token", help="what is masked together (%(default)s)")
     add("--masked-share", type=float, default=0.15, metavar="X", help="share of the tokens to predict (%(default)s)")
-    add("--max-predictions", type=int, default=0, metavar="N", help="of a sample (the share of a full one)")
+    add("--max-predictions", type=int, metavar="N", help="of a sample (the share of a full one)")
     add("--duplicates", type=int, default=1, metavar="N", help="passes over the text, each masked anew (%(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of pairs, masks and order (%(default)s)")
     add("--samples-per-shard", type=int, default=8192, metavar="N", help="samples of a shard (%(default)s)")

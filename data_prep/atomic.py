@@ -25,7 +25,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say which
+        if error.filename is None or Path(error.filename) == temporary:  # a full disk does not say which
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -43,6 +43,7 @@ from data_prep.cleaning import clean
 from data_prep.corpus import Reading, find_sources, read_chunks
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
+from data_prep.options import Parser, check_place, check_range
 from data_prep.sentences import split_sentences
 from data_prep.tokenizer import load_tokenizer
 from data_prep.watch import Watched, run
@@ -51,6 +52,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE_LENGTH, LANGUAGE = 128, "en"
 PROCESSES, RANKS, DUPLICATES = (1, 2, 4), (1, 2, 3), 5
 MB = 1_000_000
+LEAST, MOST = 0.001, 1_000_000  # megabytes of a text to measure with
 BATCH = 8192  # sentences for one `encode_batch`: with 128 or with all at once it is slower
 STAGE = re.compile(r"^data_prep: (\w+) [^%\n]* in (?:(\d+) min )?([\d.]+) s(?:, [\d,]+ a second)?$", re.MULTILINE)
 MPI = {  # Open MPI: also as root, also more ranks than cores
@@ -290,9 +292,9 @@ def say(what: str) -> None:
     print(f"bench: {what}", file=sys.stderr, flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m data_prep.bench", description="Measure the build on this machine.")
+def read_options(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line. Raises DataError for what would fail later."""
+    parser = Parser("python -m data_prep.bench", description="Measure the build on this machine.")
     add = parser.add_argument
     add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text, as `build` takes it")
     add("--tokenizer", type=Path, required=True, metavar="DIR", help="as `build` takes it")
@@ -305,28 +307,43 @@ def main(arguments: list[str] | None = None) -> int:
     add("--repeats", type=int, default=3, metavar="N", help="of what is timed in turn (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures here, too")
     options = parser.parse_args(arguments)
-    chosen = options.only or [part for part in PARTS if part != "google" or options.google]
-    if "google" in chosen and options.google is None:
+    options.only = options.only or [part for part in PARTS if part != "google" or options.google]
+    if "google" in options.only and options.google is None:
         parser.error("google wants --google, a checkout")
+    for size in ("megabytes", "large_megabytes", "google_megabytes"):
+        check_range("--" + size.replace("_", "-"), getattr(options, size), LEAST, MOST)
+    check_range("--repeats", options.repeats, 1)
+    if options.json:
+        check_place("--json", options.json, ".json", new=True)  # a tokenizer.json, perhaps
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; returns the exit code, 2 after one line on stderr."""
+    try:
+        measure(read_options(arguments))
+    except (DataError, OSError) as error:
+        print(f"data_prep.bench: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Every part that was chosen, a row as soon as it is known."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine = f"{model[1] if model else platform.machine()}, Python {platform.python_version()}"
     print(machine)
     figures: dict[str, list[dict[str, str | float]]] = {}
-    try:
-        with tempfile.TemporaryDirectory(prefix="data-prep-bench-") as work:
-            bench = Bench(options, Path(work), Path(work, "out"), len(os.sched_getaffinity(0)))
-            for part in chosen:
-                print(f"\n{part}", flush=True)
-                figures[part] = []
-                for row in PARTS[part](bench):
-                    figures[part].append(asdict(row))
-                    print(f"  {row.name:<50}{row.value:>10,.2f} {row.unit:<6}{row.note}".rstrip(), flush=True)
-    except DataError as error:
-        print(f"data_prep.bench: error: {error}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="data-prep-bench-") as work:
+        bench = Bench(options, Path(work), Path(work, "out"), len(os.sched_getaffinity(0)))
+        for part in options.only:
+            print(f"\n{part}", flush=True)
+            figures[part] = []
+            for row in PARTS[part](bench):
+                figures[part].append(asdict(row))
+                print(f"  {row.name:<50}{row.value:>10,.2f} {row.unit:<6}{row.note}".rstrip(), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, **figures}, indent=1, ensure_ascii=False) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

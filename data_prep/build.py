@@ -22,7 +22,7 @@ from data_prep.atomic import replacing
 from data_prep.corpus import Reading, Source, find_sources, parse_where, read_chunks
 from data_prep.draws import shuffled
 from data_prep.errors import DataError, KilledError
-from data_prep.job import FINGERPRINT, WORK, Job, claim, claim_store, fingerprint, is_complete, release
+from data_prep.job import FINGERPRINT, WORK, Job, claim, claim_store, fingerprint, is_complete, release, release_work
 from data_prep.manifest import (
     FORMAT,
     LENGTH_COUNTS,
@@ -88,7 +88,11 @@ def build(
     if is_complete(job, mark):
         return _finished(load_manifest(out), figures)
     claim(job, mark)
-    claim_store(job, texts)
+    try:
+        claim_store(job, texts)
+    except (DataError, OSError):
+        release_work(job)
+        raise
     loaded.save(job.tokenizer_folder)
     try:
         with start_workers(processes) as workers:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
+from data_prep.errors import DataError
+from data_prep.manifest import TOKENIZER_FOLDER, Manifest, file_sha256, load_manifest
 from data_prep.settings import largest_count
-from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, tar_path
+from data_prep.shards import Sample, decode_sample, index_path, read_index, tar_path
 from data_prep.tokenizer import load_tokenizer
 
 UNKNOWN_LIMIT = 0.01  # of a file's tokens; above it the tokenizer does not suit the text
@@ -84,16 +86,28 @@ def warnings(manifest: Manifest) -> Iterator[str]:
 def show_samples(folder: Path, count: int) -> Iterator[str]:
     """The first ``count`` samples of a data set as text; what was masked reads {label>what stands there}."""
     manifest = load_manifest(folder)
-    pieces = load_tokenizer(folder / TOKENIZER_FOLDER).pieces
+    tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
+    remedy = f"run verify --full {folder}, which names all that is to be built again"
+    if tokenizer.sha256() != manifest.tokenizer.sha256:
+        raise DataError(f"{folder / TOKENIZER_FOLDER}: not the tokenizer in the manifest; {remedy}")
     labels = LABELS[manifest.settings.pairs]
     number = 0
     for shard in manifest.shards:
-        index = read_index(index_path(folder, shard.name))[: max(0, count - number)]
-        with tar_path(folder, shard.name).open("rb") as tar:
-            for offset, size in index[:, [Column.OFFSET, Column.BYTES]].tolist():
+        if number >= count:
+            return
+        path = index_path(folder, shard.name)
+        index = read_index(path)[: count - number]
+        if file_sha256(path) != shard.index_sha256:
+            raise DataError(f"{path}: not the index in the manifest; {remedy}")
+        path = tar_path(folder, shard.name)
+        with path.open("rb") as tar:
+            for row, (offset, size, _, _, crc) in enumerate(index.tolist()):
                 tar.seek(offset)
-                sample = decode_sample(tar.read(size))
-                yield f"{number}: {_show(sample, pieces, labels[sample.is_next])}"
+                content = tar.read(size)
+                if zlib.crc32(content) != crc:
+                    raise DataError(f"{path}: sample {row} is damaged; {remedy}")
+                sample = decode_sample(content)
+                yield f"{number}: {_show(sample, tokenizer.pieces, labels[sample.is_next])}"
                 number += 1
 
 

@@ -113,6 +113,11 @@ def release(job: Job) -> None:
     """Removes what a build that has no shard yet left behind; a whole store is kept."""
     if not (job.store / COUNTS).exists():
         shutil.rmtree(job.store, ignore_errors=True)
+    release_work(job)
+
+
+def release_work(job: Job) -> None:
+    """Likewise, but for the store, which may be somebody else's folder when it was refused."""
     if not list(job.out.glob(PREFIX + "*")):
         shutil.rmtree(job.work)
         with suppress(OSError):  # not empty, or a mount point

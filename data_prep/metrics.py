@@ -8,7 +8,6 @@ files of two data sets meet in one node_exporter, which would drop the second of
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from data_prep.errors import DataError
+from data_prep.options import check_place
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -139,8 +139,8 @@ def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Itera
 
     try:
         server, thread = start_http_server(port, address, registry)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no such port"
+    except (OSError, OverflowError, UnicodeError) as error:  # the last: no name of a host
+        reason = error.strerror if isinstance(error, OSError) else "no such port or host"
         raise DataError(
             f"--metrics-port {port} on {address} cannot be opened ({reason}): choose another, or leave it out"
         ) from None
@@ -155,10 +155,7 @@ def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Itera
 def check_textfile(path: Path) -> None:
     """Raises DataError if `write_textfile` could not write ``path``; to be called before hours of work."""
     _require_client("--metrics-file")
-    if path.suffix != ".prom":
-        raise DataError(f"--metrics-file {path}: node_exporter reads only names that end in .prom")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise DataError(f"--metrics-file {path}: {path.parent} is no folder that can be written to")
+    check_place("--metrics-file", path, ".prom")  # node_exporter reads no others
 
 
 def write_textfile(figures: Figures, path: Path) -> None:

@@ -35,7 +35,7 @@ class Settings:
     cut: str = "either"  # where long pairs lose tokens: at either end, as BERT's; outer: so that A and B still touch
     masking: str = "token"  # what is masked together: token, word, ngram (ALBERT's), span (SpanBERT's)
     masked_share: float = 0.15
-    max_predictions: int = 0  # masked positions: no sample has more; 0: what the share of a full sequence comes to
+    max_predictions: int = 0  # masked positions: no sample has more; 0 until `make_settings` fills it in
     samples_per_shard: int = 8192
     drop_duplicates: bool = False  # of equal documents only the first takes part
     held_out_share: float = 0.0  # of the documents, chosen by a hash of their text
@@ -49,16 +49,17 @@ class Settings:
     sentencex: str = field(default_factory=partial(version, "sentencex"))  # and the sentences
 
 
-def make_settings(sequence_length: int, **chosen: Any) -> Settings:
-    """`Settings` with what follows from them filled in. Raises DataError with all problems at once."""
-    settings = Settings(sequence_length, **chosen)
-    if settings.max_predictions == 0:
-        settings = replace(settings, max_predictions=largest_count(settings))
+def make_settings(sequence_length: int, *, max_predictions: int | None = None, **chosen: Any) -> Settings:
+    """`Settings`; without ``max_predictions`` it is what the masked share of a full sequence comes to.
+
+    Raises DataError with all problems at once.
+    """
+    settings = Settings(sequence_length, max_predictions=1 if max_predictions is None else max_predictions, **chosen)
     problems = list(_problems(settings))
     if problems:
         raise DataError("; ".join(problems))
     parse_where(settings.where)
-    return settings
+    return replace(settings, max_predictions=largest_count(settings)) if max_predictions is None else settings
 
 
 def largest_count(settings: Settings) -> int:

@@ -26,6 +26,8 @@ from data_prep.errors import DataError
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
 LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
+LARGEST_VOCABULARY = 1_000_000  # pieces; the largest of a published BERT, LaBSE, is half of it
+LARGEST_MULTIPLE = 65_536  # no matrix product asks for more
 BATCH = 128  # sentences encoded at once
 UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only fill up a vocabulary, as Google published BERT with
 MODEL: dict[
@@ -94,22 +96,26 @@ class Tokenizer:
             batch = self.encoder.encode_batch_fast(sentences[start : start + BATCH], add_special_tokens=False)
             yield from (encoding.ids for encoding in batch)
 
-    def save(self, folder: Path) -> None:
-        """Writes what `transformers` loads: vocab.txt, tokenizer.json and tokenizer_config.json."""
+    def files(self) -> dict[str, bytes]:
+        """What `transformers` loads, by name: vocab.txt, tokenizer.json and tokenizer_config.json."""
         published = Encoder(self.encoder.model)
         published.normalizer, published.pre_tokenizer = self.encoder.normalizer, self.encoder.pre_tokenizer
         published.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
         published.post_processor = processors.BertProcessing(("[SEP]", self.specials.sep), ("[CLS]", self.specials.cls))
         published.decoder = decoders.WordPiece(CONTINUING)
-        folder.mkdir(parents=True, exist_ok=True)
         contents = {
             "vocab.txt": "\n".join(self.pieces),
             "tokenizer.json": published.to_str(pretty=True),
             "tokenizer_config.json": json.dumps(self.settings, indent=2, sort_keys=True),
         }
-        for name, content in contents.items():
+        return {name: content.encode() + b"\n" for name, content in contents.items()}
+
+    def save(self, folder: Path) -> None:
+        """Writes `files`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
             with replacing(folder / name) as file:
-                file.write(content.encode() + b"\n")
+                file.write(content)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,7 +96,21 @@ def _beside_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
         if not path.is_file() or file_sha256(path) != histogram.sha256:
             yield f"{path}: missing, or not the file in the manifest"
     try:
-        if load_tokenizer(folder / TOKENIZER_FOLDER).sha256() != manifest.tokenizer.sha256:
-            yield f"{folder / TOKENIZER_FOLDER}: not the tokenizer in the manifest (its sha256 differs)"
+        yield from _check_tokenizer(folder / TOKENIZER_FOLDER, manifest)
     except DataError as problem:
         yield str(problem)
+
+
+def _check_tokenizer(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """The manifest proves what decides the ids, which is in tokenizer.json; this says what each file must hold."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.sha256() != manifest.tokenizer.sha256:
+        yield f"{folder}: not the tokenizer in the manifest (its sha256 differs)"
+        return
+    files = tokenizer.files()
+    if manifest.settings.tokenizers != version("tokenizers"):
+        del files["tokenizer.json"]  # another version may lay it out otherwise
+    for name, content in files.items():
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != content:
+            yield f"{path}: not as the build wrote it, which follows from tokenizer.json; build again, or copy it anew"

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals
     code, speaker = judge(ends, asked)
     if speaker is None:
         return code, "", True
-    return code, describe(speaker), [end for end in ends if end.words] == [speaker]
+    return code, describe(speaker, alone=node.nodes == 1), [end for end in ends if end.words] == [speaker]
 
 
 def watch(running: dict[int, int], stops: set[signal.Signals], grace: float) -> tuple[list[End], bool]:
@@ -212,7 +212,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self) -> None:
         usage = "python -m deploy.launch [options] [-m MODULE] ARGS…"
-        super().__init__(usage=usage, description="Start and watch this node's ranks: python -m MODULE ARGS…")
+        about = "Start and watch this node's ranks: python -m MODULE ARGS…"
+        super().__init__(usage=usage, description=about, allow_abbrev=False)
         for option, (variable, text) in SETTINGS.items():
             self.add_argument(option, metavar="X", help=f"{text}; else {variable}")
         # No limit, since half a checkpoint is worth nothing, and a pod has one: its terminationGracePeriodSeconds.

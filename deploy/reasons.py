@@ -55,8 +55,8 @@ def _speaker(ends: Sequence[End]) -> End:
     return min(ends, key=lambda end: (not end.words, end.at, end.rank))
 
 
-def describe(end: End) -> str:
-    """One line: the rank's own last words, or what its exit code tells."""
+def describe(end: End, alone: bool = True) -> str:
+    """One line: the rank's own last words, or what its exit code tells; ``alone``: there is no other node."""
     if end.words:
         return end.words
     if end.ours and end.code == -signal.SIGTERM:
@@ -71,7 +71,8 @@ def describe(end: End) -> str:
         return "lambert: stopped at a step's border and saved: the same command goes on"
     if end.code == LOST:
         return f"lambert: rank {end.rank} lost contact with another rank, whose own end says why"
-    whose = "a line of another rank says why" if end.code == REFUSED else "its own lines say why"
+    # of ranks that find the same, one alone may say it; were it here, it would have been the one that speaks
+    whose = "its own lines say why" if alone or end.code != REFUSED else "its own lines, or another node's, say why"
     return f"lambert: rank {end.rank} ended with exit code {end.code}: {whose}"
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from email.parser import HeaderParser
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.tags import Tag, compatible_tags, cpython_tags
@@ -258,9 +259,17 @@ def run(options: argparse.Namespace) -> str:
     )
 
 
+class Parser(argparse.ArgumentParser):
+    """What is wrong takes one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"wheels: error: {message}; see {self.prog} --help\n")
+
+
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.wheels", description="Wheels for a host without network.")
+    about = "Wheels for a host without network."
+    parser = Parser(prog="python -m deploy.wheels", description=about, allow_abbrev=False)
     parser.add_argument("--python", required=True, metavar="3.12", help="the host's Python")
     parser.add_argument("--platform", required=True, metavar="manylinux_2_28_x86_64", help="its glibc and processor")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new folder")
@@ -269,7 +278,7 @@ def main() -> int:
     parser.add_argument("--lock", type=Path, default=LOCK, help=argparse.SUPPRESS)
     try:
         print(run(parser.parse_args()))
-    except WheelsError as error:
+    except (WheelsError, OSError) as error:  # such as a folder that is not ours
         print(f"wheels: error: {error}", file=sys.stderr)
         return 2
     return 0

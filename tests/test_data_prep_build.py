@@ -212,6 +212,15 @@ def test_a_full_disk_is_named_and_the_work_is_kept(
     assert main(command(text, tokenizer, tmp_path / "out")) == 0
 
 
+def test_a_store_that_is_refused_leaves_all_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, tokenizer = write_corpus(tmp_path, [4, 4], 8)
+    before = contents(tmp_path)
+    for store in (text, tokenizer):
+        assert main(command(text, tokenizer, tmp_path / "out", "--store", str(store))) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert not (tmp_path / "out").exists() and contents(tmp_path) == before
+
+
 def test_the_vocabulary_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, tokenizer = write_corpus(tmp_path, [4, 4], 8)
     assert main(command(tmp_path, tokenizer, tmp_path / "out")) == 2

@@ -73,6 +73,55 @@ def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture
     assert [sum(name in problem for problem in problems) for name in expected] == [1] * len(problems)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("vocab.txt", "d3w7\n", "d3wx\n"),
+        ("tokenizer_config.json", '"do_lower_case": true', '"do_lower_case": false'),
+        ("tokenizer.json", '"special": true', '"special": false'),
+    ],
+)
+def test_every_file_of_the_tokenizer_is_proved(data: Path, name: str, old: str, new: str) -> None:
+    path = data / "tokenizer" / name
+    content = path.read_text()
+    path.write_text(content.replace(old, new))
+    for full in (False, True):
+        (problem,) = verify(data, full)
+        assert path.read_text() != content and problem.startswith(f"{path}: not as the build wrote it")
+    path.unlink()
+    assert verify(data)
+
+
+def test_another_version_of_the_library_may_write_its_file_otherwise(data: Path) -> None:
+    path = data / "tokenizer" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert verify(data) != []
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["settings"]["tokenizers"] = "0.1"
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    assert verify(data) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "problem"),
+    [
+        ("shard-00000.tar", 512 + 200, "shard-00000.tar: sample 0 is damaged"),
+        ("shard-00001.idx.npy", -40, "shard-00001.idx.npy: not the index in the manifest"),
+        ("tokenizer/tokenizer.json", None, "tokenizer: not the tokenizer in the manifest"),
+    ],
+)
+def test_a_damaged_sample_is_not_shown(
+    data: Path, capsys: pytest.CaptureFixture[str], name: str, position: int | None, problem: str
+) -> None:
+    if position is None:
+        (data / name).write_text((data / name).read_text().replace('"d3w7"', '"other"'))
+    else:
+        flip(data / name, position)
+    assert main(["inspect", str(data), "--samples", "30"]) == 2
+    remedy = f"run verify --full {data}, which names all that is to be built again"
+    assert capsys.readouterr().err == f"data_prep: error: {data}/{problem}; {remedy}\n"
+
+
 @pytest.mark.parametrize("position", [3, 600, -1500, -1])
 def test_full_finds_a_flipped_bit(data: Path, position: int) -> None:
     flip(data / "shard-00002.tar", position)
