@@ -162,7 +162,8 @@ class Run:
     def save(self, state: TrainState, due: bool = False) -> None:
         """Save a checkpoint every so many steps, or when it is ``due`` anyway; tell what became of the last one."""
         ended = []
-        if state.step != self.saved and (due or state.step % self.config.checkpoint.every_steps == 0):
+        turn = state.step > 0 and state.step % self.config.checkpoint.every_steps == 0
+        if state.step != self.saved and (due or turn):
             self.saved = state.step
             self.metrics.flush()
             ended = self.saver.save(state.step, self._record(state))

@@ -1,0 +1,46 @@
+"""Run by test_trainer_fp16_run.py on each rank: the trainer in fp16 on CPUs, where some steps' gradients overflow.
+
+    python tests/fp16_on_ranks.py ATTEMPTS NOTES AIMS TRAINER-ARGUMENTS…
+
+ATTEMPTS is a JSON list of theirs, counted since the run's beginning; the rest is as in trainer_on_ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import engine_on_ranks
+import torch
+import trainer_on_ranks
+
+import trainer.__main__ as program
+from trainer.batch import GlobalCounts, MicroBatch
+from trainer.engine import Engine, StepResult
+from trainer.model import Bert
+
+
+def overflow(attempts: list[int]) -> None:
+    """Make an element of the gradient infinite in these."""
+    take = Engine.step
+
+    def step(
+        self: Engine[Bert], batches: Sequence[MicroBatch], counts: GlobalCounts, number: int, rate: float
+    ) -> StepResult:
+        if number not in attempts:
+            return take(self, batches, counts, number, rate)
+        hook = self.model.mlm_bias.register_hook(lambda gradient: gradient + torch.inf)  # type: ignore[no-untyped-call]
+        try:
+            return take(self, batches, counts, number, rate)
+        finally:
+            hook.remove()
+
+    Engine.step = step  # type: ignore[assignment, method-assign]
+
+
+if __name__ == "__main__":
+    engine_on_ranks.allow_fp16_on_cpus()
+    program.resolve_precision = lambda config, device: config.precision  # type: ignore[attr-defined]
+    overflow(json.loads(sys.argv.pop(1)))
+    trainer_on_ranks.main()

@@ -1,0 +1,79 @@
+"""A run in fp16, some of whose steps are skipped: what it counts, and that a stop changes none of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import ranks
+from runs import lines, write_config
+from trainer_on_ranks import Aim
+
+from trainer.config import load
+from trainer.journal import read_lines
+from trainer.schedule import learning_rate
+
+STEPS, WARM_UP = 8, "phases.0.warmup_steps=3"
+SKIPPED = (0, 2, 3, 9)  # attempts
+SCALES = (
+    [1024, 512, 512, 256] + [128] * 4 + [256] * 2 + [128] * 2
+)  # halved by each of them, doubled after four good steps
+NUMBERS = ("step", "applied", "loss_scale", "position", "samples", "learning_rate", "loss", "gradient_norm")
+
+
+def train(folder: Path, shards: Path, *aims: Aim) -> list[int]:
+    """The exit codes of two ranks."""
+    folder.mkdir(exist_ok=True)
+    config = write_config(
+        folder,
+        shards,
+        STEPS,
+        engine={"precision": "fp16", "initial_loss_scale": 1024.0, "loss_scale_growth_interval": 4},
+        checkpoint={"every_steps": 100},
+        metrics={"log_every_steps": 1},
+    )
+    sets = (WARM_UP, f"phases.0.heldout={shards}", "evaluation.every_steps=6", f"run.folder={folder / 'run'}")
+    options = [word for one in sets for word in ("--set", one)]
+    told = json.dumps([asdict(aim) for aim in aims])
+    forked = ranks.fork(
+        2, "tests/fp16_on_ranks.py", json.dumps(SKIPPED), str(folder), told, "--config", str(config), *options
+    )
+    ended = ranks.finish(forked)
+    print(*(said for _, said in ended))
+    return [code for code, _ in ended]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody stops."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert train(folder, tiny_shards) == [0, 0]
+    return folder
+
+
+def test_a_skipped_step_moves_the_data_the_scale_and_the_dropout_alone(straight: Path) -> None:
+    taken, attempts = lines(straight / "run", "step"), range(STEPS + len(SKIPPED))
+    assert [line["applied"] for line in taken] == [attempt not in SKIPPED for attempt in attempts]
+    assert [line["loss_scale"] for line in taken] == SCALES
+    assert [line["position"] for line in taken] == [30 * (attempt + 1) for attempt in attempts]
+    assert [line["samples"] for line in taken] == [30 * line["step"] for line in taken]
+    [phase] = load(straight / "run.yaml", [WARM_UP]).phases
+    assert [line["learning_rate"] for line in taken] == [
+        learning_rate(phase, line["step"] + (not line["applied"])) for line in taken
+    ]
+    assert [line["step"] for line in lines(straight / "run", "heldout")] == [6, 8]
+    assert [line["step"] for line in lines(straight / "run", "checkpoint")] == [STEPS]  # none of step 0
+    told = [note["step"] for note in read_lines(straight / "samples-0.jsonl")]
+    assert told == list(attempts)  # these key the dropout
+
+
+def test_stops_after_steps_that_were_skipped_change_nothing(straight: Path, tiny_shards: Path, tmp_path: Path) -> None:
+    """A step later, while the scale is about to grow; and in an attempt that is skipped itself."""
+    for attempt in (4, 9):
+        assert train(tmp_path, tiny_shards, Aim(signal.SIGTERM, 1, attempt, "window")) == [75, 75]
+    assert train(tmp_path, tiny_shards) == [0, 0]
+    ours, theirs = ([[line[n] for n in NUMBERS] for line in lines(f / "run", "step")] for f in (tmp_path, straight))
+    assert ours == theirs

@@ -1,0 +1,180 @@
+"""A run heeds each part of its configuration, and leaves what it says it does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import yaml
+from runs import lines, write_config
+from test_trainer_checkpoint import PART, flip
+
+from data_prep.build import build
+from data_prep.manifest import load_manifest
+from data_prep.settings import make_settings
+from kernels.dropout import token_keys
+from trainer import checkpoint
+from trainer.checkpoint import load_model, load_weights, require_finite
+from trainer.config import load
+from trainer.data import open_phases
+from trainer.evaluate import evaluate
+from trainer.loader import Loader
+from trainer.model import Bert
+from trainer.schedule import learning_rate
+from trainer.world import World
+
+CPU = torch.device("cpu")
+
+
+def train(config: Path, *overrides: str, size: int = 1) -> tuple[int, str]:
+    """Rank 0's exit code and output."""
+    options = [word for override in overrides for word in ("--set", override)]
+    return ranks.finish(ranks.fork(size, "trainer/__main__.py", "--config", str(config), *options))[0]
+
+
+def saved(run: Path) -> list[int]:
+    """The steps whose checkpoints are there."""
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in run.glob("step-*/checkpoint.json"))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run of six steps beside its folder: all are saved, the fourth and the last evaluated."""
+    folder = tmp_path_factory.mktemp("plain")
+    own = {"checkpoint": {"every_steps": 1, "keep": 9}, "metrics": {"log_every_steps": 1}}
+    config = write_config(folder, tiny_shards, 6, **own)
+    code, said = train(config, f"phases.0.heldout={tiny_shards}", "evaluation.every_steps=4")
+    assert code == 0, said
+    return config
+
+
+def losses(run: Path) -> list[float]:
+    """Of its steps."""
+    return [line["loss"] for line in lines(run, "step")]
+
+
+# ---- its sections ----------------------------------------------------------------------------------------------
+
+
+def test_the_first_loss_is_that_of_the_seeds_weights_and_dropout(plain: Path) -> None:
+    config = load(plain)
+    [data] = open_phases(config, World(0, 1, 0, 1, CPU))
+    step, model = data.loader.read(data.order, 0, 30, data.micro_batches), Bert(config.model, config.run.seed)
+    with torch.no_grad():
+        parts = [
+            model(batch, token_keys(config.run.seed, 0, batch.samples, batch.positions, batch.cu_seqlens))
+            for batch in step.micro_batches
+        ]
+    by_hand = sum(float(part.mean(step.counts)) for part in parts)
+    assert losses(plain.parent / "run")[0] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_the_optimizer_and_the_saver_do_as_they_are_told(plain: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, said = train(plain, f"run.folder={run}", "optimizer.weight_decay=0.5", "checkpoint.keep=1")
+    assert code == 0, said
+    ours, theirs = losses(run), losses(plain.parent / "run")
+    assert ours[0] == theirs[0] and ours[2] != theirs[2]
+    assert (saved(run), saved(plain.parent / "run")) == ([6], [1, 2, 3, 4, 5, 6])
+
+
+def test_a_checkpoint_holds_the_figures_of_its_own_step_alone(plain: Path) -> None:
+    run = plain.parent / "run"
+    told = {line["step"]: line for line in lines(run, "heldout")}
+    assert list(told) == [4, 6]
+    for step in saved(run):
+        figures = checkpoint.read(run / f"step-{step:08d}").record["heldout"]
+        assert bool(figures) == (step in told)
+        assert figures.items() <= told.get(step, {}).items()
+
+
+def test_each_phase_has_rates_and_heldout_shards_of_its_own(tiny_shards: Path, tmp_path: Path) -> None:
+    """Evaluated and saved where it ends, although no ``every_steps`` says so."""
+    documents = (tiny_shards.parent / "corpus.txt").read_text().split("\n\n")
+    for name, part in (("a", documents[:3]), ("b", documents[3:6])):
+        text, tokenizer = tmp_path / f"{name}.txt", tiny_shards.parent / "tokenizer"
+        text.write_text("\n\n".join(part) + "\n")
+        build([text], tokenizer, tmp_path / name, make_settings(32), processes=1)
+    path = write_config(tmp_path, tiny_shards, 5, checkpoint={"every_steps": 100})
+    tree: dict[str, Any] = yaml.safe_load(path.read_text())
+    [phase] = tree["phases"]
+    rates = ({"warmup_steps": 2}, {"steps": 4, "warmup_steps": 3, "learning_rate": 0.003})
+    tree["phases"] = [
+        phase | own | {"name": n, "heldout": str(tmp_path / n)} for n, own in zip("ab", rates, strict=True)
+    ]
+    path.write_text(yaml.safe_dump(tree))
+    code, said = train(path)
+    assert code == 0, said
+    run, phases = tmp_path / "run", load(path).phases
+    expected = [learning_rate(phase, step + 1) for phase in phases for step in range(phase.steps)]
+    assert [line["learning_rate"] for line in lines(run, "step")] == expected
+    told = lines(run, "heldout")
+    assert [line["step"] for line in told] == saved(run) == [5, 9]
+    for line, name in zip(told, "ab", strict=True):
+        model, folder = load_model(run / f"step-{line['step']:08d}"), tmp_path / name
+        figures = evaluate(model, Loader(folder, load_manifest(folder), 0, 1).sweep(64), CPU)
+        assert {key: line[key] for key in figures} == pytest.approx(figures, rel=1e-6)
+
+
+# ---- its resumes -----------------------------------------------------------------------------------------------
+
+
+def test_a_resume_refuses_each_change_that_would_break_it(plain: Path, own_shards: Path, tmp_path: Path) -> None:
+    """It tells all that it finds; of other shards it tells neither masks nor batch. Unchanged, the run goes on."""
+    run = Path(shutil.copytree(plain.parent / "run", tmp_path / "run"))
+    longer = (f"run.folder={run}", "phases.0.steps=8")
+    code, said = train(
+        plain,
+        *longer,
+        *("run.seed=6", "run.shuffle_window=3", "optimizer.name=adam"),
+        *("phases.0.masks=dynamic", "phases.0.global_batch=31"),
+    )
+    assert code == 2 and "Traceback" not in said, said
+    window = load(plain).run.shuffle_window
+    for change in (
+        "seed was 5, now 6",
+        f"shuffle_window was {window}, now 3",
+        "optimizer was lamb, now adam",
+        "masks of phase only were static",
+        "global batch of phase only was 30, now 31",
+    ):
+        assert change in said
+    manifest = own_shards / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    code, said = train(plain, *longer, f"phases.0.train={own_shards}")
+    assert code == 2 and "phases only, in this order, with the training shards of then, must come first" in said, said
+    assert saved(run)[-1] == 6
+    code, said = train(plain, *longer)
+    assert code == 0 and saved(run)[-1] == 8, said
+
+
+def test_one_rank_proves_every_part_of_two(tiny_shards: Path, tmp_path: Path) -> None:
+    config, run = write_config(tmp_path, tiny_shards, 4, checkpoint={"every_steps": 2}), tmp_path / "run"
+    code, said = train(config, size=2)
+    assert code == 0, said
+    flip(run / "step-00000004" / PART, -7)
+    code, said = train(config)
+    damaged = f"passed over: rank 0: checkpoint {run / 'step-00000004'} is damaged: the sha256 of {PART}"
+    assert code == 0 and damaged in said and f"resumed from {run / 'step-00000002'} at step 2" in said, said
+
+
+def test_weights_that_are_not_finite_are_not_saved(tiny_shards: Path, tmp_path: Path) -> None:
+    """However seldom the numbers are looked at."""
+    config = write_config(
+        tmp_path,
+        tiny_shards,
+        12,
+        engine={"precision": "fp32"},
+        optimizer={"name": "adam"},
+        checkpoint={"every_steps": 1, "keep": 1, "asynchronous": False},
+        metrics={"log_every_steps": 100},
+    )
+    code, said = train(config, "phases.0.learning_rate=1e30")
+    assert code == 2 and "diverged" in said, said
+    found, passed = checkpoint.newest(tmp_path / "run")
+    assert found is not None and not passed
+    require_finite("newest", load_weights(found))

@@ -1,0 +1,82 @@
+"""What parts of the trainer tell one another: sites, waits, seconds and ranks."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from raw_samples import order_of
+from test_trainer_model import TINY, keys_of
+from torch import Tensor
+
+from data_prep.manifest import load_manifest
+from kernels import dropout
+from trainer.export import random_batch
+from trainer.exporter import Exporter
+from trainer.journal import SPENT
+from trainer.loader import Loader, StepBatch
+from trainer.metrics import Metrics, MetricsConfig, Subject
+from trainer.model import Bert
+from trainer.order import Order
+from trainer.state import TrainState
+from trainer.stopwatch import Stopwatch
+from trainer.world import World
+
+CPU = torch.device("cpu")
+
+
+def test_each_dropout_and_head_has_a_site_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or two of them would drop the same places."""
+    sites: list[int] = []
+    drop = dropout.apply
+
+    def apply(x: Tensor, keys: Tensor | None, site: int | Tensor, p: float) -> Tensor:
+        if keys is not None:
+            sites.extend(torch.as_tensor(site).flatten().tolist())
+        return drop(x, keys, site, p)
+
+    monkeypatch.setattr(dropout, "apply", apply)
+    batch = random_batch(TINY, 1)
+    Bert(TINY)(batch, keys_of(batch))
+    assert len(sites) == len(set(sites)) == 1 + TINY.layers * (TINY.heads + 2)
+
+
+def test_a_wait_for_a_slow_disk_is_told(tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none for what was there before it was asked for."""
+    read = Loader.read
+
+    def slow(self: Loader, order: Order, position: int, *cut: int) -> StepBatch:
+        time.sleep(0.2 if position == 0 else 0.0)
+        return read(self, order, position, *cut)
+
+    monkeypatch.setattr(Loader, "read", slow)
+    loader = Loader(tiny_shards, load_manifest(tiny_shards), 0, 1)
+    with closing(loader.steps(order_of(tiny_shards), 0, 8, 1)) as steps:
+        assert next(steps).wait_seconds > 0.15
+        time.sleep(0.3)
+        assert next(steps).wait_seconds == 0.0
+
+
+def read(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"lambert_{name}", {"run": "tests", **labels})
+
+
+def test_seconds_are_exported_once_however_often_they_are_told() -> None:
+    """They are told as all of the process so far."""
+    told = Exporter("tests", None, "", World(0, 1, 0, 1, CPU))
+    for seconds in (1.0, 3.0):
+        told.publish([{"event": "time", "spent": dict.fromkeys(SPENT, seconds)}])
+    assert [read(told.registry, "time_seconds_total", state=state) for state in SPENT] == [3.0] * len(SPENT)
+
+
+def test_a_node_tells_of_its_own_ranks(tmp_path: Path) -> None:
+    """The second one of two, of two ranks each."""
+    subject = Subject("tests", tmp_path, TINY, target_steps=1, checkpoint_steps=1)
+    told = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
+    told.describe(TrainState(), {})
+    found = [read(told.exporter.registry, "memory_peak_bytes", rank=str(rank)) is not None for rank in range(4)]
+    assert found == [False, False, True, True]
