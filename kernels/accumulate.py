@@ -27,6 +27,7 @@ class Places:
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
+    end: int  # of the last of them: no buffer is shorter
     table: Tensor  # (U, 4) int64: tensor, its block, its place / ALIGNED, its length / ALIGNED
     pointers: Tensor  # (K,) int64, where the gradients are
     seen: list[int]  # what the pointers were made from: they go to the device only where they change
@@ -41,9 +42,9 @@ def make_places(offsets: Sequence[int], lengths: Sequence[int], device: torch.de
         for block in range(-(-(length // ALIGNED * ALIGNED) // BLOCK))
     ]
     table = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 4)
-    return Places(
-        tuple(offsets), tuple(lengths), table, torch.zeros(len(lengths), dtype=torch.int64, device=device), []
-    )
+    end = max((offset + length for offset, length in zip(offsets, lengths, strict=True)), default=0)
+    pointers = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+    return Places(tuple(offsets), tuple(lengths), end, table, pointers, [])
 
 
 def accumulate_reference(out: Tensor, gradients: Sequence[Tensor | None], places: Places, total: Tensor | None) -> None:
@@ -85,16 +86,24 @@ def _accumulate_kernel(
 def accumulate(out: Tensor, gradients: Sequence[Tensor | None], places: Places, total: Tensor | None = None) -> None:
     """Set ``out`` (size,) to ``total`` (size,) fp32, or to nothing, plus the gradients, contiguous and of one dtype.
 
-    None is a gradient of zeros. What lies between the tensors is left as it is. Raises ValueError for gradients that
-    are not contiguous, or of several dtypes, where the kernel is to read them.
+    None is a gradient of zeros. What lies between the tensors is left as it is. Raises ValueError for buffers that are
+    too short or not contiguous, and for gradients that are not as long as their places, or, where the kernel is to read
+    them, not contiguous or of several dtypes.
     """
-    if not fused(out):
+    for name, buffer in (("out", out), ("total", out if total is None else total)):
+        if buffer.shape != out.shape or buffer.dim() != 1 or len(buffer) < places.end or not buffer.is_contiguous():
+            seen = f"{name} is {tuple(buffer.shape)}, strides {buffer.stride()}"
+            raise ValueError(f"{seen}; out and total must be contiguous, of one shape, and {places.end} long or more")
+    by_triton = fused(out)
+    given = [(g, length) for g, length in zip(gradients, places.lengths, strict=True) if g is not None]
+    dtypes = {g.dtype for g, _ in given} or {out.dtype}
+    fit = all(g.numel() == length and (g.is_contiguous() or not by_triton) for g, length in given)
+    if not fit or (by_triton and len(dtypes) > 1):
+        seen = f"gradients are of {sorted(map(str, dtypes))}"
+        raise ValueError(f"{seen}; they must be contiguous, as long as their places, and of one dtype")
+    if not by_triton:
         accumulate_reference(out, gradients, places, total)
         return
-    given = [gradient for gradient in gradients if gradient is not None]
-    dtypes = {gradient.dtype for gradient in given} or {out.dtype}
-    if len(dtypes) > 1 or not all(gradient.is_contiguous() for gradient in given):
-        raise ValueError(f"gradients are of {sorted(map(str, dtypes))}; they must be contiguous, and of one dtype")
     addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
     by_kernel = [
         address % BYTES == 0 and offset % ALIGNED == 0

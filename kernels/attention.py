@@ -19,9 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import attention_block, attention_tiled, dropout
 from kernels.backend import fused
+from kernels.layer_norm import check_keys
+
+SEQUENCES = 65535  # that a launch may have: they are the second axis of a grid
 
 
 def attention_reference(
@@ -69,7 +73,8 @@ class _Attention(torch.autograd.Function):
         keys: Tensor | None,
         site: int,
     ) -> Tensor:
-        qkv, constants = qkv.contiguous(), (max_seqlen, dropout_p, keys, site)
+        qkv, cu_seqlens = qkv.contiguous(), cu_seqlens.contiguous()
+        constants = max_seqlen, dropout_p, None if keys is None else keys.contiguous(), site
         ctx.kernels = attention_block if attention_block.fits(qkv, max_seqlen) else attention_tiled
         out: Tensor
         out, lse = ctx.kernels.forward(qkv, cu_seqlens, *constants)
@@ -78,6 +83,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d_qkv = ctx.kernels.backward(d_out.contiguous(), *ctx.saved_tensors, *ctx.constants)
         return d_qkv, None, None, None, None, None
@@ -96,23 +102,19 @@ def attention(
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``, (B + 1,) int32; none is longer than
     ``max_seqlen``. ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation; ``site`` names
-    this layer's attention. Raises ValueError if shapes or dtypes do not fit, or heads are wider than the kernels
-    take.
+    this layer's attention. Raises ValueError if shapes or dtypes do not fit, or if there are wider heads, more or
+    longer sequences than the kernels take.
     """
     if qkv.dim() != 4 or qkv.shape[1] != 3 or not qkv.is_floating_point():
         raise ValueError(f"qkv is {qkv.dtype} {tuple(qkv.shape)}; it must be floating point (T, 3, N, H)")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
         shape = tuple(cu_seqlens.shape)
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {shape}; it must be int32 (B + 1,) with B > 0")
-    if keys is not None and keys.shape != (qkv.shape[0], 2):
-        raise ValueError(f"keys are {tuple(keys.shape)}; they must be ({qkv.shape[0]}, 2), a row a token")
+    check_keys(keys, qkv.shape[0])
     if not cu_seqlens.is_cuda:  # on a GPU a look at the values would stop the queue
         _check_lengths(cu_seqlens.tolist(), qkv.shape[0], max_seqlen)
     if fused(qkv):
-        if qkv.shape[-1] > attention_tiled.WIDEST:
-            raise ValueError(
-                f"heads are {qkv.shape[-1]} wide; the kernels take up to {attention_tiled.WIDEST}: set kernels to torch"
-            )
+        _check_sizes(qkv, cu_seqlens.numel() - 1, max_seqlen)
         out: Tensor = _Attention.apply(qkv, cu_seqlens, max_seqlen, dropout_p, keys, site)
         return out
     return attention_reference(qkv, cu_seqlens, max_seqlen, dropout_p, keys, site)
@@ -123,6 +125,20 @@ def _slots(cu_seqlens: Tensor, lengths: Tensor, tokens: int, max_seqlen: int) ->
     rows = torch.arange(lengths.numel(), device=lengths.device) * max_seqlen  # (B,), where a sequence starts
     shift = torch.repeat_interleave(rows - cu_seqlens[:-1], lengths, output_size=tokens)
     return shift + torch.arange(tokens, device=lengths.device)
+
+
+def _check_sizes(qkv: Tensor, sequences: int, max_seqlen: int) -> None:
+    """Raises ValueError for what the kernels do not take, and the reference does."""
+    row, longest = qkv[:1].numel(), min(max_seqlen, qkv.shape[0])
+    problem = ""
+    if qkv.shape[-1] > attention_tiled.WIDEST:
+        problem = f"heads are {qkv.shape[-1]} wide; the kernels take up to {attention_tiled.WIDEST}"
+    elif sequences > SEQUENCES:
+        problem = f"there are {sequences} sequences; the kernels take up to {SEQUENCES}"
+    elif longest * row >= 2**31:  # what a row is away from its sequence's first is an int32
+        problem = f"{longest} tokens of a sequence, {row} numbers each, are more than the kernels take (2^31)"
+    if problem:
+        raise ValueError(f"{problem}: set kernels to torch")
 
 
 def _check_lengths(ends: list[int], tokens: int, max_seqlen: int) -> None:

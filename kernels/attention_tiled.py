@@ -1,4 +1,4 @@
-"""Attention's kernels for sequences of any length, in tiles; softmax is taken online.
+"""Attention's kernels for sequences of any length below 2^31 / (3 N H), in tiles; softmax is taken online.
 
 (Dao, "FlashAttention-2", 2023, algorithms 1 and 2.) Backward takes two passes: one a tile of queries, for
 their gradient, which leaves the row sums of out * d_out, and one a tile of keys, for theirs and the values'. So

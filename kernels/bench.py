@@ -325,7 +325,9 @@ def report(row: Row, best: Ceilings) -> list[str]:
 
 def main() -> None:
     """Print the table, a row as soon as it is measured."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description="Times every kernel beside others.")
+    about = "python -m kernels.bench: times every kernel beside others."
+    usage = argparse.SUPPRESS  # what is wrong takes one line
+    parser = argparse.ArgumentParser("kernels.bench", description=about, usage=usage, allow_abbrev=False)
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these kernels alone")
     names = parser.parse_args().only
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Cross-entropy with integer labels, summed over rows, and the count of right answers.
 
     loss = sum over rows with a label of  log(sum_c exp(logits[row, c])) - logits[row, label]
-    correct = number of rows whose largest logit (the first, if several) is the label's
+    correct = number of rows whose largest logit (the first, if several) is the label's, and whose loss is no NaN
     gradient[row, c] = (exp(logits[row, c]) / sum exp - (1 if c is the label else 0)) * d loss
 
 A sum and not a mean: what it is divided by is known to the whole global batch only. ``logits`` (P, V),
@@ -10,9 +10,10 @@ kernels: the logits themselves and four fp32 numbers a row (ROW below); the logi
 and read and written once backward, and never exist in fp32 in memory.
 
 Backward writes the gradient over the logits where nobody else can hold them by their own right: where
-they are neither a leaf nor a view, as a matrix product's output is. They are then used up: reading them
-after backward gives the gradient. Autograd knows of it (the version counter is advanced), so a second
-backward through them raises RuntimeError instead of being wrong.
+they are a matrix product's own output, as a linear layer's are, and no view; or copied here, being strided.
+(Another function may have returned its input's memory.) They are then used up: reading them after backward
+gives the gradient. Autograd knows of it (the version counter is advanced), so a second backward through
+them raises RuntimeError instead of being wrong.
 
 Error: exponentials and sums in fp32, one rounding of the gradient to the dtype; rows are summed in one
 fixed order, so results repeat bit for bit.
@@ -37,12 +38,15 @@ NO_TARGET = tl.constexpr(IGNORED)
 ROW = 4
 GROUP = 8  # 16 bytes of fp16
 
+PRODUCTS = ("AddmmBackward0", "MmBackward0")  # of autograd's nodes those whose outputs are new memory
+
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, valid_columns: int) -> tuple[Tensor, Tensor]:
     """The loss's sum and the count of right answers; the gradient is 0 beyond ``valid_columns``."""
     valid = logits[:, :valid_columns].to(torch.promote_types(logits.dtype, torch.float32))  # (P, V)
     loss = F.cross_entropy(valid, labels, ignore_index=IGNORED, reduction="sum")
-    return loss, (valid.detach().argmax(-1) == labels).sum()
+    top = valid.detach().max(-1)
+    return loss, ((top.indices == labels) & top.values.isfinite()).sum()
 
 
 @triton.jit
@@ -98,8 +102,9 @@ def _cross_entropy_forward_kernel(
     log_total = tl.where(known, tl.log(tl.sum(total * tl.exp(top - highest), 0)), float("nan"))
     tl.store(kept + row, highest)
     tl.store(kept + rows + row, log_total)
-    tl.store(kept + 2 * rows + row, (highest - own) + log_total)
-    tl.store(kept + 3 * rows + row, 1.0 - lost)
+    loss = (highest - own) + log_total
+    tl.store(kept + 2 * rows + row, loss)
+    tl.store(kept + 3 * rows + row, tl.where(loss == loss, 1.0 - lost, 0.0))  # a NaN beats nothing, and is no answer
 
 
 @triton.jit
@@ -212,7 +217,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, valid_columns: int | None = No
         raise ValueError(f"valid_columns is {valid}; it must be from 1 to the {columns} columns of logits")
     if not fused(logits):
         return cross_entropy_reference(logits, labels, valid)
-    logits = logits.contiguous()
-    reuse = not logits.is_leaf and logits._base is None
-    out: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, labels.contiguous(), valid, reuse)
+    dense, node = logits.contiguous(), logits.grad_fn
+    product = node is not None and node.name() in PRODUCTS and logits._base is None
+    reuse = product or dense is not logits
+    out: tuple[Tensor, Tensor] = _CrossEntropy.apply(dense, labels.contiguous(), valid, reuse)
     return out

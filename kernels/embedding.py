@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import dropout
 from kernels.backend import fused, tl, triton
@@ -303,12 +304,12 @@ class _Embed(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         indices, tables, rest = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6:]
         d_sum, d_weight, d_bias = _backward(d_out.contiguous(), indices, tables, rest, ctx.mask)
-        d_tables: tuple[Tensor | None, ...] = (None, None, None)
-        if any(ctx.needs_input_grad[3:6]):
-            d_tables = table_gradients(d_sum, indices, tuple(t.shape[0] for t in tables))
+        needed = any(ctx.needs_input_grad[3:6])
+        d_tables = table_gradients(d_sum, indices, tuple(t.shape[0] for t in tables)) if needed else (None, None, None)
         return None, None, None, *d_tables, d_weight, d_bias, None, None, None, None
 
 

@@ -187,8 +187,8 @@ def _tensor_sums_kernel(
 def gradient_square_sum(gradient: Tensor, layout: Layout) -> Tensor:
     """() fp32: the sum of squares of ``gradient`` (size,), fp32, fp16 or bf16, padding left out.
 
-    Not finite where an element is not finite, or its square overflows fp32. Raises ValueError if the
-    gradient does not fit the layout.
+    Not finite where an element is not finite, or its square or the sum overflows fp32. Raises ValueError
+    if the gradient does not fit the layout.
     """
     check(gradient, layout, "gradient")
     if not fused(gradient):

@@ -23,15 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.adam import (
-    Moments,
-    adam_direction,
-    adam_step,
-    direction_of,
-    new_direction,
-    new_moments,
-    step_units,
-)
+from kernels.adam import Moments, adam_direction, adam_step, direction_of, new_direction, new_moments, step_units
 from kernels.backend import fused, tl, triton
 from kernels.flat import BLOCKS, HELD, TABLE, WARPS, Flat, Layout, add_tensor_sums, check, check_all, cut, edges, run
 
@@ -44,9 +36,8 @@ def square_sums(weight: Tensor, direction: Tensor) -> Tensor:
 def trust_ratios(sums: Tensor, moments: Moments) -> Tensor:
     """(K,) fp32 ratios ‖x‖ / ‖u‖ within bounds, from completed sums of squares (K, 2); 1 where either is zero."""
     weight, direction = sums.sqrt().unbind(1)  # (K,), (K,)
-    usable = (weight > 0) & (direction > 0)
-    ratios = (weight / direction).clamp(moments.lower, moments.upper)
-    return torch.where(usable, ratios, torch.ones_like(weight))
+    ratios = (weight / direction).clamp(moments.lower, moments.upper)  # a NaN stays one
+    return torch.where((weight == 0) | (direction == 0), torch.ones_like(weight), ratios)
 
 
 def lamb_step(weight: Tensor, direction: Tensor, ratio: Tensor, rate: float) -> None:
@@ -129,11 +120,11 @@ def _gather(partial, begin, count, MOST: tl.constexpr):
 @triton.jit
 def _ratio(weights, directions, LOWER: tl.constexpr, UPPER: tl.constexpr, BOUNDED: tl.constexpr):
     """‖x‖ / ‖u‖ of sums of squares within its bounds; 1 where either is zero. Written so that a NaN stays one."""
-    usable = (weights > 0) & (directions > 0)
-    ratio = tl.div_rn(tl.sqrt_rn(weights), tl.sqrt_rn(tl.where(usable, directions, 1.0)))
+    zero = (weights == 0) | (directions == 0)
+    ratio = tl.div_rn(tl.sqrt_rn(weights), tl.sqrt_rn(tl.where(zero, 1.0, directions)))
     if BOUNDED:
         ratio = tl.where(ratio < LOWER, LOWER, tl.where(ratio > UPPER, UPPER, ratio))
-    return tl.where(usable, ratio, 1.0)
+    return tl.where(zero, 1.0, ratio)
 
 
 @triton.jit
@@ -320,8 +311,7 @@ def lamb_begin(
     """
     check_all(flat, layout)
     check(gradient, layout, "gradient")
-    if sums.dim() != 2 or sums.shape[1] != 2 or any(piece.row >= len(sums) for piece in layout.pieces):
-        raise ValueError(f"sums is {tuple(sums.shape)}; it must have two columns, and the rows of all pieces")
+    _check_rows(sums, layout, "sums", (2,))
     if not (fused(flat.master) and fused(gradient)):
         lamb_begin_reference(flat, gradient, layout, moments, step, rate, factor, sums)
         return
@@ -333,9 +323,10 @@ def lamb_begin(
 
 def lamb_finish(flat: Flat, layout: Layout, moments: Moments, step: int, rate: float, ratios: Tensor) -> None:
     """The rest of the step, with the ``trust_ratios`` (K,) of the completed sums; ``moments``, ``step`` and
-    ``rate`` as ``lamb_begin`` had them. ``flat.copy`` has then got all weights, rounded.
+    ``rate`` as ``lamb_begin`` had them. ``flat.copy`` has then got all weights, rounded. Raises ValueError likewise.
     """
     check_all(flat, layout)
+    _check_rows(ratios, layout, "ratios", ())
     if not fused(flat.master):
         lamb_finish_reference(flat, layout, moments, step, rate, ratios)
         return
@@ -347,3 +338,12 @@ def lamb_finish(flat: Flat, layout: Layout, moments: Moments, step: int, rate: f
     buffers = flat.master, flat.mean, flat.square, copy, *tables, ratios
     shape = {"BLOCK": layout.unit // BLOCKS, "num_warps": WARPS}
     _lamb_finish_kernel[(len(units),)](*buffers, rate, moments.constants(step), COPY=flat.copy is not None, **shape)
+
+
+def _check_rows(given: Tensor, layout: Layout, name: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless ``given`` is contiguous fp32, (K, *shape), and has the rows of all pieces."""
+    rows = 1 + max((piece.row for piece in layout.pieces), default=-1)
+    fits = given.dim() == 1 + len(shape) and given.shape[1:] == shape and len(given) >= rows
+    if not fits or given.dtype != torch.float32 or not given.is_contiguous():
+        seen = f"{name} is {tuple(given.shape)} of {given.dtype}, strides {given.stride()}"
+        raise ValueError(f"{seen}; it must be contiguous torch.float32: {rows} rows or more, {shape} each")

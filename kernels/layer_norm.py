@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import dropout
 from kernels.backend import fused, tl, triton
@@ -279,6 +280,7 @@ class _LayerNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         grads = _backward(d_out.contiguous(), ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
         return *grads, None, None, None, None

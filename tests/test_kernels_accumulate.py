@@ -79,6 +79,22 @@ def test_gradients_that_do_not_fit_are_refused() -> None:
             accumulate(out, [half, torch.ones(8, device=DEVICE).half()[::2]], places)
 
 
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_lengths_that_do_not_fit_are_refused_with_the_numbers(name: str) -> None:
+    places, given = make_places([0, 16], [4, 4], DEVICE), [torch.ones(4, device=DEVICE)] * 2
+    out, strided = torch.zeros(24, device=DEVICE), torch.zeros(48, device=DEVICE)[::2]
+    with backend.using(name):
+        for buffers in ((strided, None), (out, strided), (out[:19], None), (out, out[:23]), (out.view(2, 12), None)):
+            with pytest.raises(ValueError, match=r"strides \(.*contiguous, of one shape, and 20 long or more"):
+                accumulate(buffers[0], given, places, buffers[1])
+        for length in (1, 3, 5):
+            with pytest.raises(ValueError, match="as long as their places"):
+                accumulate(out, [given[0], torch.ones(length, device=DEVICE)], places)
+        with pytest.raises(ValueError, match="longer"):
+            accumulate(out, given[:1], places)
+    assert not out.any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -117,7 +117,8 @@ def test_the_mask_seen_in_the_output_is_the_one_in_the_gradient_of_v() -> None:
         ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, "from 0 to 4"),
         ({"cu_seqlens": torch.tensor([0, 6, 5], dtype=torch.int32)}, "must rise"),
         ({"max_seqlen": 2}, "a sequence has 3 tokens"),
-        ({"keys": torch.zeros(4, 2, dtype=torch.int32)}, r"must be \(5, 2\)"),
+        ({"keys": torch.zeros(4, 2, dtype=torch.int32)}, r"must be int32 \(5, 2\)"),
+        ({"keys": torch.zeros(5, 2, dtype=torch.int64)}, r"torch.int64 \(5, 2\); they must be int32"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(change: dict[str, object], message: str) -> None:

@@ -129,9 +129,33 @@ def test_strided_and_empty_inputs() -> None:
         assert empty.gradient.shape == (0, 3, 2, 16)
 
 
-def test_a_head_that_is_too_wide_is_refused() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_strided_keys_and_ends_are_read_rightly(dtype: torch.dtype) -> None:
+    """Backward too, by either kernel; what stands between them is something else."""
+    lengths = [5, 11]
+    qkv = draw(lengths, 2, 16, dtype).to(DEVICE).requires_grad_()
+    ends, keys = cumulative(lengths).to(DEVICE), keys_of(lengths).to(DEVICE)
+    strided = torch.stack([ends, ends.flip(0)], -1)[:, 0], torch.stack([keys, keys.flip(0)], -1)[..., 0]
+    found = []
+    for cu_seqlens, own in ((ends, keys), strided):
+        with backend.using("triton"):
+            out = attention(qkv, cu_seqlens, 11, dropout_p=0.3, keys=own, site=3)
+        found.append((out, torch.autograd.grad(out.float().square().sum(), qkv)[0]))
+    assert not strided[0].is_contiguous() and not strided[1].is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_the_kernels_do_not_take_is_refused_with_the_numbers() -> None:
+    """Before anything is copied: what is expanded here would be 6 GB."""
     with pytest.raises(ValueError, match="192 wide; the kernels take up to 128"):
         run("triton", torch.zeros(4, 3, 1, 192), torch.zeros(4, 1, 192), [4], 0.0)
+    one = torch.zeros((), dtype=torch.float16, device=DEVICE)
+    with backend.using("triton"):
+        with pytest.raises(ValueError, match="65536 sequences; the kernels take up to 65535"):
+            attention(one.expand(0, 3, 1, 16), torch.zeros(65_537, dtype=torch.int32, device=DEVICE), 1)
+        length = 2**31 // (3 * 16 * 64) + 1
+        with pytest.raises(ValueError, match="699051 tokens of a sequence, 3072 numbers each"):
+            attention(one.expand(length, 3, 16, 64), cumulative([length]).to(DEVICE), length + 9)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------

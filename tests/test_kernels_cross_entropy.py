@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_errors import assert_errs_at_most_twice
+from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend
-from kernels.cross_entropy import IGNORED, _backward, _forward, cross_entropy
+from kernels.cross_entropy import IGNORED, ROW, _backward, _cross_entropy_sum_kernel, _forward, cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -77,6 +78,56 @@ def test_large_logits_keep_their_digits() -> None:
     logits, labels = draw(6, 300, 290, torch.float16, scale=1.0)
     assert_right((logits.clamp(max=4.0) * 30.0 + 59_000.0).half(), labels, 290)
     assert_right((logits.sign() * 60_000.0).half(), labels, 290)
+
+
+def test_more_rows_than_the_sum_takes_at_once() -> None:
+    """2,500, and it takes 1,024: none is left out, of the loss or of the count."""
+    kept = torch.randint(0, 2, (ROW, 2500), device=DEVICE).float()
+    loss, correct = kept.new_empty(()), kept.new_empty((), dtype=torch.int64)
+    _cross_entropy_sum_kernel[(1,)](kept, loss, correct, 2500, BLOCK=1024)
+    assert (float(loss), int(correct)) == tuple(kept[2:].sum(1).tolist())
+
+
+def test_padding_takes_no_part_where_all_columns_fill_whole_blocks(triton: None) -> None:
+    """1,024 columns are a block; the 1,000 that take part are not."""
+    logits, labels = draw(3, 1024, 1000, torch.float32)
+    loss, correct = cross_entropy(logits, labels, 1000)
+    torch.testing.assert_close(loss, F.cross_entropy(logits[:, :1000], labels, reduction="sum"))
+    assert int(correct) >= 1
+
+
+def test_small_shares_survive_the_loss_scale(triton: None) -> None:
+    """A share of 2e-9 is nothing in fp16, but 65,536 times it is something: the scale comes before the rounding."""
+    logits = torch.tensor([[0.0, -20.0]], device=DEVICE).half().requires_grad_()
+    loss, _ = cross_entropy(logits, torch.tensor([0], device=DEVICE))
+    (gradient,) = torch.autograd.grad(loss, logits, torch.tensor(65536.0, device=DEVICE))
+    assert float(gradient[0, 1]) == pytest.approx(65536 * 2.0611536e-9, rel=1e-3)
+
+
+def test_what_takes_no_part_has_no_gradient_where_the_loss_overflows(triton: None) -> None:
+    """Neither the padding nor a row without a label: 0 times infinity would be NaN."""
+    logits = torch.randn(2, 10, device=DEVICE, requires_grad=True)
+    loss, _ = cross_entropy(logits, torch.tensor([0, IGNORED], device=DEVICE), 7)
+    (gradient,) = torch.autograd.grad(loss, logits, torch.tensor(float("inf"), device=DEVICE))
+    assert not gradient[:, 7:].any() and not gradient[1].any()
+
+
+def test_a_row_without_a_label_leaves_zeros_whatever_its_memory_held(triton: None) -> None:
+    with poisoned_buffers():
+        loss, correct = cross_entropy(torch.randn(3, 10, device=DEVICE), torch.full((3,), IGNORED, device=DEVICE))
+    assert float(loss) == 0 and int(correct) == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_whose_loss_is_nan_has_no_right_answer(either: None, bad: float) -> None:
+    """Not even where what is not a number stands at the label."""
+    for column in range(3):
+        logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 5.0, 1.0]], device=DEVICE)
+        logits[0, column] = bad
+        if bad < 0:
+            logits[0] = bad  # alone, it is a share of zero
+        loss, correct = cross_entropy(logits, torch.tensor([1, 1], device=DEVICE))
+        assert loss.isnan() and int(correct) == 1
 
 
 def test_sum_and_right_answers(either: None) -> None:
@@ -161,25 +212,28 @@ def test_a_label_out_of_range_is_loud(triton: None) -> None:
         torch.autograd.backward(loss)
         assert leaf.grad is not None
         assert loss.isnan() and leaf.grad[0, :5].isnan().all() and leaf.grad[1].isfinite().all()
+        assert int(correct) == int(leaf[1, :5].argmax() == 1)
 
 
 # ---- the logits, used up ------------------------------------------------------------------------------------
 
 
-def test_the_gradient_takes_the_place_of_logits_that_nobody_owns(triton: None) -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_gradient_takes_the_place_of_logits_that_nobody_owns(triton: None, bias: bool) -> None:
+    """A linear layer's; the gradient's bits are those that it has in memory of its own."""
     logits, labels = draw(3, 20, 17, torch.float32)
     leaf = logits.clone().requires_grad_()
-    made = leaf * 2
+    made = F.linear(leaf, torch.eye(20, device=DEVICE), torch.zeros(20, device=DEVICE) if bias else None)
     loss, _ = cross_entropy(made, labels, 17)
-    torch.autograd.backward(loss)
+    torch.autograd.backward(loss * 3.0)
     assert leaf.grad is not None
-    assert torch.equal(made.detach() * 2, leaf.grad), "the gradient is elsewhere"
-    assert torch.equal(leaf.detach(), logits)
+    assert torch.equal(made.detach(), leaf.grad), "the gradient is elsewhere"
+    assert torch.equal(leaf.detach(), logits) and torch.equal(leaf.grad, results("triton", logits, labels, 17)[2])
 
 
 def test_used_logits_are_never_used_again(triton: None) -> None:
     logits, labels = draw(3, 20, 17, torch.float32)
-    made = logits.requires_grad_() * 2
+    made = logits.requires_grad_() @ torch.eye(20, device=DEVICE)
     loss, _ = cross_entropy(made, labels, 17)
     square = made.square().sum()  # keeps the logits for its own backward
     torch.autograd.backward(loss, retain_graph=True)
@@ -188,12 +242,26 @@ def test_used_logits_are_never_used_again(triton: None) -> None:
             torch.autograd.backward(again)
 
 
-@pytest.mark.parametrize("kind", ["leaf", "view", "view of a product"])
+class _Passed(torch.autograd.Function):
+    """A function whose output is its input's memory, and no view of it to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Tensor:
+        return d_out
+
+
+@pytest.mark.parametrize("kind", ["leaf", "view", "view of a product", "passed on"])
 def test_what_somebody_owns_is_left_alone(triton: None, kind: str) -> None:
     logits, labels = draw(3, 20, 17, torch.float32)
     leaf = logits.clone().requires_grad_()
-    whole = leaf if kind != "view of a product" else leaf * 1
+    whole = leaf if kind != "view of a product" else leaf @ torch.eye(20, device=DEVICE)
     used = leaf if kind == "leaf" else whole[:]
+    if kind == "passed on":
+        used = _Passed.apply(leaf)  # type: ignore[no-untyped-call]
     loss, _ = cross_entropy(used, labels, 17)
     torch.autograd.backward(loss * 3.0, retain_graph=True)
     assert torch.equal(whole.detach(), logits) and torch.equal(leaf.detach(), logits)

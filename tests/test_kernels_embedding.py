@@ -183,6 +183,36 @@ def test_an_index_without_a_row_is_seen_in_the_output_and_reads_nothing_else() -
         assert grads[2][2].isnan().all()  # the position's
 
 
+@pytest.mark.parametrize("which", [1, 2], ids=["segment", "position"])
+def test_a_segment_or_a_position_without_a_row_is_seen_too(which: int) -> None:
+    """Each table has its own number of rows, and beside these stands what is finite."""
+    indices, _ = batch_of([5], 9)
+    around = [torch.randn(20, 6, device=DEVICE) for _ in range(3)]
+    a, b, c = (table[:rows] for table, rows in zip(around, (9, 2, 5), strict=True))
+    for wrong in (-1, (9, 2, 5)[which]):
+        indices[which][2] = wrong
+        with backend.using("triton"):
+            out = embed(*indices, a, b, c, a.new_ones(6), a.new_zeros(6), EPS)
+        assert out[2].isnan().all() and out[[0, 1, 3, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("chunk", [8, 2])
+def test_an_index_beyond_all_tables_writes_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last table's: there is nothing behind it that it could be taken for. Runs within a chunk, and longer."""
+    guarded, zero = torch.zeros(6 + 4, 4, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(Tensor, "new_zeros", lambda self, rows, width: guarded[:rows])
+    table_gradients(torch.ones(5, 4, device=DEVICE), (zero, zero, zero + 2), (2, 2, 2), chunk)
+    assert not guarded[6:].any()
+
+
+def test_runs_are_added_in_fp32() -> None:
+    """A 1,024 and 127 quarters are 1,055.75; in fp16 each quarter would be rounded off."""
+    values, zero = torch.full((128, 3), 0.25, device=DEVICE).half(), torch.zeros(128, dtype=torch.int64, device=DEVICE)
+    values[0] = 1024.0
+    for gradient in table_gradients(values, (zero, zero, zero), (1, 1, 1)):
+        assert torch.equal(gradient, torch.full((1, 3), 1056.0, device=DEVICE).half())
+
+
 def test_halves_at_the_end_of_their_range_give_finite_results() -> None:
     indices, keys = batch_of([5], 9)
     parameters = parameters_of((9, 2, 5), 40, torch.float16)

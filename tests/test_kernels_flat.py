@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import backend
-from kernels.flat import ALIGN, HELD, Flat, Layout, Piece, Units, gradient_square_sum, make_layout
+from kernels.flat import ALIGN, HELD, Flat, Layout, Piece, Units, add_tensor_sums, gradient_square_sum, make_layout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = 128  # of the tests: the smallest
@@ -174,6 +174,20 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         make_layout([], 10, cpu, unit=100)
     with pytest.raises(ValueError, match=r"gradient is \(9,\) on cpu; the layout is for contiguous \(10,\)"):
         gradient_square_sum(torch.zeros(9), make_layout([], 10, cpu))
+    for gradient in (torch.zeros(20)[::2], torch.zeros(10, device="meta")):  # strided; elsewhere
+        with pytest.raises(ValueError, match=rf"{gradient.device}; the layout is for contiguous \(10,\) on cpu"):
+            gradient_square_sum(gradient, make_layout([], 10, cpu))
+
+
+def test_a_tensor_may_have_more_units_than_a_program_adds_at_once() -> None:
+    """1,270, and it takes 512; to what stands there the sums are added, whole numbers and so exact."""
+    partial = torch.randint(-9, 9, (1300, 2), device=DEVICE).float()
+    tensors = torch.tensor([[1, 0, 30], [0, 30, 1270]], device=DEVICE)
+    units = Units(torch.zeros(1300, 8, dtype=torch.int64, device=DEVICE), torch.zeros(1300, device=DEVICE), tensors)
+    sums = torch.ones(2, 2, device=DEVICE)
+    with backend.using("triton"):
+        add_tensor_sums(partial, units, sums)
+    assert torch.equal(sums, 1 + torch.stack([partial[30:].sum(0), partial[:30].sum(0)]))
 
 
 @pytest.mark.gpu

@@ -8,13 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels_flat import DEVICE, NAN, Share, share_out, zero_state
+from test_kernels_flat import DEVICE, NAN, UNIT, Share, share_out, zero_state
 from torch import Tensor
 
 from kernels import backend
 from kernels.adam import Moments
 from kernels.flat import Flat, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
+from trainer.optimizer import OptimizerConfig, make_optimizer
+from trainer.partition import Buffer, Partition, Slice
 
 RATE = 0.01
 MOMENTS = Moments(0.9, 0.999, 1e-6, True)
@@ -90,9 +92,11 @@ def gathered(shares: list[Share], states: list[Flat], sizes: list[int]) -> list[
     return list(torch.split(whole, sizes))
 
 
-def assert_papers(name: str, moments: Moments, cuts: list[int], count: int, at_once: bool = True) -> None:
+def assert_papers(
+    name: str, moments: Moments, cuts: list[int], count: int, at_once: bool = True, unit: int = UNIT
+) -> None:
     weights, gradients = some_weights(), [draw(sum(SIZES), step) * step for step in range(1, count + 1)]
-    shares = share_out(SIZES, DECAYS, cuts, at_once=at_once)
+    shares = share_out(SIZES, DECAYS, cuts, unit, at_once)
     assert any(len(share.layout.closed) > 0 for share in shares) == at_once or cuts
     with backend.using(name):
         states, ratios = steps(shares, weights, gradients, moments)
@@ -123,6 +127,29 @@ def test_kernels_do_not_mind_the_cut(cuts: list[int]) -> None:
 
 def test_two_plain_passes_are_the_papers() -> None:
     assert_papers("triton", MOMENTS, [], 2, at_once=False)
+
+
+@pytest.mark.parametrize("unit", [256, 512])
+def test_a_tensor_may_be_shorter_than_the_blocks_that_are_asked_for_ahead(unit: int) -> None:
+    assert_papers("triton", MOMENTS, [], 2, unit=unit)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("moments", [MOMENTS, BOUNDED], ids=["free", "bounded"])
+def test_a_norm_that_is_nan_makes_the_ratio_and_the_tensor_nan(name: str, moments: Moments) -> None:
+    """And leaves the others as they are: a ratio of 1 would hide it in all elements but one."""
+    sizes, decays = [40, 30], [0.01, 0.01]
+    shares, weights = share_out(sizes, decays, []), draw(70, 0)
+    weights[5] = NAN
+    state = zero_state(shares[0], weights)
+    factor, sums = torch.ones((), device=DEVICE), torch.zeros(2, 2, device=DEVICE)
+    with backend.using(name):
+        lamb_begin(state, shares[0].flat(draw(70, 1)), shares[0].layout, moments, 1, RATE, factor, sums)
+        ratios = trust_ratios(sums, moments)
+        lamb_finish(state, shares[0].layout, moments, 1, RATE, ratios)
+    assert ratios.isnan().tolist() == [True, False]
+    bad, sound = torch.split(shares[0].inside(state.master), sizes)
+    assert bad.isnan().all() and sound.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -199,8 +226,24 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     state, by = zero_state(share, torch.zeros(10)), torch.ones((), device=DEVICE)
     with pytest.raises(ValueError, match=r"sums is \(0, 2\)"):
         lamb_begin(state, state.master, share.layout, MOMENTS, 1, RATE, by, torch.zeros(0, 2, device=DEVICE))
+    for sums in (torch.zeros(1, 2, dtype=torch.float64, device=DEVICE), torch.zeros(2, 1, device=DEVICE).t()[:, ::2]):
+        with pytest.raises(ValueError, match="sums is .* contiguous torch.float32"):
+            lamb_begin(state, state.master, share.layout, MOMENTS, 1, RATE, by, sums)
+    for ratios in (torch.ones(0, device=DEVICE), torch.ones(1, 1, device=DEVICE), torch.ones(1, device=DEVICE).half()):
+        with pytest.raises(ValueError, match="ratios is .* 1 rows or more"):
+            lamb_finish(state, share.layout, MOMENTS, 1, RATE, ratios)
     with pytest.raises(ValueError, match="step is 0"):
         lamb_begin(state, state.master, share.layout, MOMENTS, 0, RATE, by, torch.zeros(1, 2, device=DEVICE))
+
+
+def test_a_part_of_a_tensor_is_not_taken_for_the_whole() -> None:
+    """31 of its 32 elements: its norm needs another rank's, so it cannot be finished at once."""
+    master = torch.ones(31 + 3, requires_grad=True)
+    held = Buffer(master, (Slice("large", 0, 0, 31),))
+    optimizer = make_optimizer(iter([master]), OptimizerConfig())
+    optimizer.bind(Partition((held,), {"large": torch.Size([8, 4])}, True, master.device))
+    [layout] = optimizer.layouts
+    assert len(layout.closed) == 0 and len(layout.open) == 1
 
 
 # ---- on a GPU: many programs at the same tensor ---------------------------------------------------------------

@@ -9,7 +9,7 @@ from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend, dropout
-from kernels.layer_norm import dropout_add_layer_norm, layer_norm
+from kernels.layer_norm import add_partials, dropout_add_layer_norm, layer_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: on CPUs they are interpreted
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -168,6 +168,19 @@ def test_halves_at_the_end_of_their_range_give_finite_results() -> None:
         t.copy_(torch.where(t > 0.5, 60000.0, -60000.0))  # their sum is beyond fp16
     check(inputs, towards, 0.1, keys)
     assert all(t.isfinite().all() for t in with_gradients("triton", inputs, towards, 0.1, keys))
+
+
+def test_a_row_far_from_zero_keeps_its_variance() -> None:
+    """The mean of the squares less the square of the mean would lose it."""
+    inputs, towards, keys = inputs_of(4, 64, torch.float32)
+    inputs[1] += 1000
+    check(inputs, towards, 0.1, keys)
+
+
+def test_partial_sums_of_more_programs_than_are_added_at_once() -> None:
+    """130, and 64 are added at once; whole numbers make the sums exact."""
+    partials = torch.randint(-9, 9, (2, 130, 40), device=DEVICE).float()
+    assert torch.equal(add_partials(partials, torch.float32), partials.sum(1))
 
 
 def test_epsilon_is_honoured_in_half_precision() -> None:
