@@ -27,7 +27,7 @@ from trainer.finetune.report import closing, draw, table
 from trainer.finetune.result import Result, summarise
 from trainer.finetune.run import Job
 from trainer.finetune.start import choose, read_pretrained
-from trainer.finetune.sweep import PICTURE, conclude, sweep
+from trainer.finetune.sweep import PICTURE, conclude, require_same, sweep
 from trainer.finetune.tasks import known
 from trainer.journal import say
 from trainer.lock import PATIENCE, hold
@@ -116,6 +116,7 @@ def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
     told = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
     for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": told}):
         say(f"warning: not the same on all ranks: {difference}")
+    together(partial(require_same, job) if world.is_main else _nothing, world)
     patience = min(PATIENCE, options.machine.timeout / 2)  # the other ranks wait in a collective
     held = together(lambda: hold(options.out, patience, say) if world.is_main else None, world)
     with backend.using(options.machine.kernels), held or nullcontext():

@@ -35,7 +35,6 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
     """All runs, but for those that have ended already. None if it was asked to stop, and has saved."""
     options = job.options
-    together(partial(_require_same, job) if world.is_main else _nothing, world)
     require_shared(options.out, world)
     tell = say if world.is_main else _silent
     results, count = list[Result](), len(options.settings) * len(options.seeds)
@@ -143,7 +142,7 @@ def _score(job: Job, model: TaskModel, test: Part | None, world: World) -> tuple
     return scores, (part, answers)
 
 
-def _require_same(job: Job) -> None:
+def require_same(job: Job) -> None:
     """The folder of results must be new, or of the same task, data and model, all but the settings and seeds."""
     out, path = job.options.out, job.options.out / SETTINGS
     out.mkdir(parents=True, exist_ok=True)
