@@ -205,7 +205,8 @@ def test_torchruns_store_outlives_an_attempt(tmp_path: Path) -> None:
     once = tmp_path / "once"
     (tmp_path / "again.py").write_text(
         MEET.replace("leave(0)", "import pathlib, os\nonce = pathlib.Path(sys.argv[3] + os.environ['RANK'])")
-        + "first = not once.exists()\nonce.touch()\nleave(1 if first else 0)\n"
+        + "first = not once.exists()\nonce.touch()\nimport torch\ntorch.distributed.barrier()\n"  # so that both have
+        + "leave(1 if first else 0)\n"
     )
     words = ["--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2", "--master-port"]
     script = [str(ranks.free_port()), str(tmp_path / "again.py"), "30", "1", str(once)]
