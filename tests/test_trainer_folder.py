@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -16,6 +17,7 @@ from trainer_on_ranks import Aim
 
 from trainer.errors import TrainerError
 from trainer.history import read_history
+from trainer.identity import require_own_folder
 from trainer.lock import hold
 from trainer.saving import _wait_for_parts
 
@@ -31,6 +33,25 @@ def test_a_folder_is_held_by_one_and_the_next_waits_for_its_end(tmp_path: Path) 
     second = hold(tmp_path / "run", 20, told.append)
     assert second is not None
     second.close()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    told: list[str] = []
+    monkeypatch.setattr("fcntl.flock", fail)
+    assert hold(tmp_path, 0, told.append) is None
+    assert told == [f"warning: {tmp_path} cannot be locked (No locks available): nothing keeps a second run out of it"]
+
+
+def test_a_run_whose_journal_was_moved_away_keeps_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "step-00000003").mkdir()
+    require_own_folder(tmp_path)
+    (tmp_path / "step-00000003").rmdir()
+    with pytest.raises(TrainerError, match="holds config.yaml, which no run left there"):
+        require_own_folder(tmp_path)
 
 
 def test_a_save_whose_folder_is_gone_fails_instead_of_waiting_for_ever(tmp_path: Path) -> None:

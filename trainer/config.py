@@ -96,9 +96,8 @@ class Config:
             )
         if all(phase.heldout is None for phase in self.phases):
             asked = {"stop_at": self.evaluation.stop_at.named, "every_steps": self.evaluation.every_steps is not None}
-            for name in (name for name, set_ in asked.items() if set_):
-                missing = "is set but no phase has held-out shards: name some in phases.0.heldout"
-                found.append(f"evaluation.{name} {missing}")
+            missing = "is set but no phase has held-out shards: name some in phases.0.heldout"
+            found += [f"evaluation.{name} {missing}" for name, given in asked.items() if given]
         names = [phase.name for phase in self.phases]
         for name in sorted({name for name in names if names.count(name) > 1}):
             found.append(f"phases: two phases are named {name!r}: give each its own name")

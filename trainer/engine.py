@@ -37,9 +37,7 @@ class EngineConfig:
 
     zero_stage: Literal[0, 1, 2, 3] = 1  # sharded over the ranks: 1 the optimizer, 2 also gradients, 3 also weights
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0
-    offload_optimizer: bool = (
-        False  # fp32 weights and moments in the host's memory, where its processors step over them
-    )
+    offload_optimizer: bool = False  # fp32 weights and moments lie, and are stepped over, in the host's memory
     kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on GPUs, PyTorch on CPUs
     initial_loss_scale: float = 2.0**16  # fp16 only
     loss_scale_growth_interval: int = 1000  # good steps in a row before the scale doubles

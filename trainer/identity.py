@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import MANIFEST, manifest_hash
-from trainer.checkpoint import Checkpoint
+from trainer.checkpoint import Checkpoint, named
 from trainer.config import Config
 from trainer.data import PhaseData
 from trainer.errors import TrainerError
@@ -39,7 +39,7 @@ def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
 def require_own_folder(folder: Path) -> None:
     """Raises TrainerError where the folder holds a data set, or a configuration that no run left there."""
     for name in (MANIFEST, "config.yaml"):
-        if (folder / name).exists() and not (folder / JOURNAL).exists():
+        if (folder / name).exists() and not ((folder / JOURNAL).exists() or named(folder)):
             raise TrainerError(f"run.folder {folder} holds {name}, which no run left there: give it another name")
 
 

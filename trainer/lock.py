@@ -21,7 +21,7 @@ def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] 
     """Make ``folder`` and hold it until the file that is returned is closed, or this process has ended.
 
     Waits ``patience`` seconds for one that holds it, since an earlier attempt may be about to end. Raises TrainerError
-    where it does not end. None where the file system has no locks.
+    where it does not end. None, told, where the file system has no locks.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,8 +45,9 @@ def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] 
                 tell(f"{folder} is being written by {holder}: waiting {patience:.0f} s for its end")
             told = True
             time.sleep(POLL)
-        except OSError:
+        except OSError as error:
             file.close()
+            tell(f"warning: {folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it")
             return None
     file.truncate(0)
     file.write(f"process {os.getpid()} of {socket.gethostname()}\n")

@@ -209,6 +209,10 @@ class Run:
             phase = self.phases[state.phase]
             self.evaluate(state, phase, due=state.phase_step == phase.phase.steps)
 
+    def entering(self, state: TrainState) -> TrainState:
+        """The state with a finished phase left behind, unless its evaluation is still owed."""
+        return state if self.owes else state.entering(self.config.phases)
+
     def end(self, state: TrainState) -> None:
         """See the last save through, and leave word of how the run ended; a run that was killed leaves none.
 
@@ -259,7 +263,7 @@ def _train(run: Run) -> TrainState:
     state = run.restore()
     _describe(run, state)
     run.catch_up(state)
-    state = state if run.owes else state.entering(run.config.phases)
+    state = run.entering(state)
     while state.phase < len(run.phases) and not run.over:
         data = run.phases[state.phase]
         steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
@@ -278,7 +282,7 @@ def _train(run: Run) -> TrainState:
                     break
             else:  # a stop was asked for while the next batch did not come
                 run.save(state, due=True)
-        state = state if run.owes else state.entering(run.config.phases)
+        state = run.entering(state)
     run.end(state)
     return replace(state, phase=len(run.phases)) if run.reached else state
 
