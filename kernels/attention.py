@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from kernels import attention_block, attention_tiled, dropout
 from kernels.backend import fused
-from kernels.layer_norm import check_keys
 
 SEQUENCES = 65535  # that a launch may have: they are the second axis of a grid
 
@@ -110,7 +109,7 @@ def attention(
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
         shape = tuple(cu_seqlens.shape)
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {shape}; it must be int32 (B + 1,) with B > 0")
-    check_keys(keys, qkv.shape[0])
+    dropout.check_keys(keys, qkv.shape[0])
     if not cu_seqlens.is_cuda:  # on a GPU a look at the values would stop the queue
         _check_lengths(cu_seqlens.tolist(), qkv.shape[0], max_seqlen)
     if fused(qkv):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import fused, tl, triton
-from kernels.layer_norm import add_partials
+from kernels.partials import add_partials
 
 APPROXIMATIONS = ("none", "tanh")
 

@@ -78,6 +78,12 @@ def apply(x: Tensor, keys: Tensor | None, site: int | Tensor, p: float) -> Tenso
     return (x * multiplier(keys, site, x.shape[-1], p, wide)).to(x.dtype)
 
 
+def check_keys(keys: Tensor | None, tokens: int) -> None:
+    """Raises ValueError unless there are no keys or (tokens, 2) int32 ones."""
+    if keys is not None and (keys.shape != (tokens, 2) or keys.dtype != torch.int32):
+        raise ValueError(f"dropout keys are {keys.dtype} {tuple(keys.shape)}; they must be int32 ({tokens}, 2)")
+
+
 def threshold(p: float) -> int:
     """The p of 65536 equal chances that drop an element. ValueError if ``p`` leaves nothing to keep."""
     cut = round(p * 65536)

@@ -3,13 +3,13 @@
     sum[t] = token_table[tokens[t]] + segment_table[segments[t]] + position_table[positions[t]]
     out = dropout(LayerNorm(sum))      (Devlin et al., "BERT", 2019, figure 2.)
 
-Kept for backward by the kernels: the three index rows, and each row's mean and 1 / standard deviation in fp32; the
-sum and the dropout mask are made again. The gradient of the sum is rounded to the dtype of the tables, as PyTorch
-does. The tables' gradients are one reduction without atomics: all indices, numbered through the tables, are sorted
-once (stably), and each run of equal ones is added in fp32, a chunk of the sorted order a program. Where a run
-leaves its chunk ([SEP] and segments have thousands), a second kernel adds the parts. The order of every sum
-depends on the indices alone. So a result errs by roundings of its dtype, at most twice as much as PyTorch's.
-By the reference: the index rows, the sum, its mean and 1 / standard deviation a row, and the dropout multiplier.
+Kept for backward by the kernels: the index rows, and each row's mean and 1 / standard deviation in fp32; the sum and
+the dropout mask are made again. The gradient of the sum is rounded to the tables' dtype, as PyTorch does. The tables'
+gradients are one reduction without atomics: all indices, numbered through the tables, are sorted once (stably), and
+each run of equal ones is added in fp32, a chunk of the sorted order a program. Where a run leaves its chunk ([SEP]
+has thousands), a second kernel adds the parts. The order of every sum depends on the indices alone. So a result errs
+by roundings of its dtype, at most twice as much as PyTorch's. By the reference: the index rows, the sum, its mean and
+1 / standard deviation a row, and the dropout multiplier.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from kernels import dropout
 from kernels.backend import fused, tl, triton
-from kernels.layer_norm import Launch, Mask, add_partials, check_keys, gradient_of_z, layer_norm_reference, normalised
+from kernels.layer_norm import Launch, Mask, gradient_of_z, layer_norm_reference, normalised
+from kernels.partials import add_partials
 
-_Tensors = tuple[Tensor, ...]  # three: of tokens, segments and positions
+_Tensors = tuple[Tensor, ...]  # three: of tokens, segments and positions, where nothing else is said
 
 
 def embed_reference(
@@ -249,9 +250,7 @@ def _forward(
     return out, statistics
 
 
-def _backward(
-    d_out: Tensor, indices: _Tensors, tables: _Tensors, rest: tuple[Any, ...], mask: Mask
-) -> tuple[Tensor, ...]:
+def _backward(d_out: Tensor, indices: _Tensors, tables: _Tensors, rest: tuple[Any, ...], mask: Mask) -> _Tensors:
     """The gradients of the sum (T, D), of weight and of bias."""
     weight, keys, statistics = rest
     count, width = d_out.shape
@@ -343,7 +342,7 @@ def embed(
     if any(t.dim() != 2 or t.shape[1] != weight.numel() or t.dtype != weight.dtype for t in rows):
         seen = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in rows)
         raise ValueError(f"tables, weight and bias are {seen}; they must be of one width and dtype")
-    check_keys(keys, tokens.numel())
+    dropout.check_keys(keys, tokens.numel())
     if fused(weight):
         out: Tensor = _Embed.apply(*indices, *tables, weight, bias, eps, dropout_p, keys, site)
         return out

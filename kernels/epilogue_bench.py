@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 from kernels.bias_gelu import bias_gelu
-from kernels.layer_norm import add_partials
+from kernels.partials import add_partials
 
 TOKENS, HIDDEN, WIDE = 32_768, 1_024, 4_096
 

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels import dropout
 from kernels.backend import fused, tl, triton
+from kernels.partials import add_partials
 
 Mask = tuple[int, int, float]  # site, cut and gain of a dropout, as the kernels take them
 
@@ -173,26 +174,6 @@ def _layer_norm_backward_kernel(
         tl.store(at + tl.num_programs(0) * WIDTH, d_bias, mask=inside)
 
 
-@triton.jit
-def _layer_norm_add_kernel(
-    partials,  # (G, N, D) fp32
-    sums,  # (G, D)
-    count,  # N
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    group = tl.program_id(1)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for begin in range(0, count, ROWS):
-        rows = begin + tl.arange(0, ROWS)
-        at = (group * count + rows).to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        total += tl.load(partials + at, mask=(rows < count)[:, None] & inside[None, :], other=0.0)
-    tl.store(sums + group * WIDTH + columns, tl.sum(total, 0).to(sums.dtype.element_ty), mask=inside)
-
-
 class Launch(NamedTuple):
     """How a kernel over rows runs: a pure function of the width."""
 
@@ -211,16 +192,6 @@ class Launch(NamedTuple):
         cuda = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
         return min(-(-tokens // self.rows), processors * max(1, 16 // self.warps))
-
-
-def add_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G, N, D) fp32 -> (G, D) in ``dtype``: the sums over N, in an order that depends on the shape alone."""
-    groups, count, width = partials.shape
-    sums = partials.new_empty(groups, width, dtype=dtype)
-    _layer_norm_add_kernel[(triton.cdiv(width, 32), groups)](
-        partials, sums, count, WIDTH=width, ROWS=64, BLOCK=32, num_warps=8
-    )
-    return sums
 
 
 def _forward(
@@ -324,10 +295,4 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, key
     dtypes = {t.dtype for t in (x, residual, weight, bias) if t is not None}
     if len(dtypes) > 1:
         raise ValueError(f"layer_norm got dtypes {sorted(map(str, dtypes))}; they must be one")
-    check_keys(keys, x.shape[0])
-
-
-def check_keys(keys: Tensor | None, tokens: int) -> None:
-    """Raises ValueError unless there are no keys or (tokens, 2) int32 ones."""
-    if keys is not None and (keys.shape != (tokens, 2) or keys.dtype != torch.int32):
-        raise ValueError(f"dropout keys are {keys.dtype} {tuple(keys.shape)}; they must be int32 ({tokens}, 2)")
+    dropout.check_keys(keys, x.shape[0])

@@ -42,6 +42,7 @@ PARTS = {
     "GELU": ("gelu",),
     "cross-entropy": ("cross_entropy", "nll_loss", "log_softmax"),
     "embedding": ("embedding", "embed_"),
+    "sums of gradients": ("add_partials",),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
 }
 
