@@ -1,15 +1,16 @@
-"""LayerNorm, alone and with what stands before it in a post-LN encoder: dropout and the residual.
+"""LayerNorm, alone and with what stands before it in a post-LN encoder: a projection's bias, dropout, the residual.
 
-    z = residual + dropout(x)
+    z = residual + dropout(x + x_bias)
     out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias       over the last dimension
 (Ba, Kiros and Hinton, "Layer normalization", 2016, equations 3 and 4; var is the biased one.)
 
-All tensors are (T, D), ``weight`` and ``bias`` (D,). The sum and the statistics are fp32.
+All tensors are (T, D); ``weight``, ``bias`` and ``x_bias`` (D,). The sum and the statistics are fp32.
 
 Kept for backward by the kernels: x, residual, and each row's mean and 1 / standard deviation in fp32; z and the
 dropout mask are made again. That moves as many bytes as keeping z (3 tensors forward, 5 backward), and z is never
-rounded. The gradients of weight and bias are fp32 partial sums a program, added in fixed order by a second
-kernel. So every result errs by the rounding of its own dtype, and at most twice as much as PyTorch's.
+rounded. The gradients of weight, bias and x_bias are fp32 partial sums a program, added in fixed order by a second
+kernel; the last is why the bias comes here and not with the product: its gradient sums what is at hand.
+So every result errs by the rounding of its own dtype, and at most twice as much as PyTorch's.
 By the reference: z, its mean and 1 / standard deviation a row, and the dropout multiplier.
 """
 
@@ -38,6 +39,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
 
 def dropout_add_layer_norm_reference(
     x: Tensor,  # (T, D)
+    x_bias: Tensor | None,  # (D,)
     residual: Tensor | None,  # (T, D)
     weight: Tensor,  # (D,)
     bias: Tensor,  # (D,)
@@ -46,8 +48,9 @@ def dropout_add_layer_norm_reference(
     keys: Tensor | None,  # (T, 2) int32
     site: int,
 ) -> Tensor:  # (T, D)
-    """LayerNorm(residual + dropout(x)), the sum in fp32."""
-    z = dropout.apply(x.to(torch.promote_types(x.dtype, torch.float32)), keys, site, dropout_p)
+    """LayerNorm(residual + dropout(x + x_bias)), the sum in fp32."""
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    z = dropout.apply(z if x_bias is None else z + x_bias, keys, site, dropout_p)
     return layer_norm_reference(z if residual is None else residual + z, weight, bias, eps)
 
 
@@ -81,8 +84,40 @@ def gradient_of_z(
 
 
 @triton.jit
+def _layer_norm_summed(
+    x,  # (T, D)
+    x_bias,  # (D,) or None
+    residual,  # (T, D) or None
+    keys,  # (T, 2) int32 or None: no dropout
+    rows,  # (M,)
+    there,  # (M,): the rows below T
+    at,  # (M, BLOCK): places in a (T, D)
+    mask,  # (M, BLOCK): those inside
+    site,
+    cut,
+    gain,
+    WIDTH: tl.constexpr,  # D
+    BLOCK: tl.constexpr,
+):
+    """((M, BLOCK) fp32: residual + dropout(x + x_bias); what dropout keeps)."""
+    z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    stays = mask
+    if x_bias is not None:
+        columns = tl.arange(0, BLOCK)[None, :]
+        z += tl.load(x_bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if keys is not None:
+        first, second = dropout.row_keys(keys, rows, there, site)
+        stays = dropout.kept(first, second, 0, cut, BLOCK)
+        z = tl.where(stays, z * gain, 0.0)
+    if residual is not None:
+        z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    return z, stays
+
+
+@triton.jit
 def _layer_norm_forward_kernel(
     x,  # (T, D)
+    x_bias,  # (D,) or None
     residual,  # (T, D) or None
     weight,  # (D,)
     bias,  # (D,)
@@ -106,12 +141,7 @@ def _layer_norm_forward_kernel(
     there = rows < tokens
     at = rows.to(tl.int64)[:, None] * WIDTH + columns
     mask = there[:, None] & inside
-    z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
-    if keys is not None:
-        first, second = dropout.row_keys(keys, rows, there, site)
-        z = tl.where(dropout.kept(first, second, 0, cut, BLOCK), z * gain, 0.0)
-    if residual is not None:
-        z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    z, _ = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, WIDTH, BLOCK)
     unit, mean, rstd = normalised(z, inside, eps, WIDTH)
     tl.store(out + at, (unit * w + b).to(out.dtype.element_ty), mask=mask)
     tl.store(statistics + rows, mean, mask=there)
@@ -122,13 +152,14 @@ def _layer_norm_forward_kernel(
 def _layer_norm_backward_kernel(
     d_out,  # (T, D)
     x,  # (T, D)
+    x_bias,  # (D,) or None
     residual,  # (T, D) or None
     weight,  # (D,)
     keys,  # (T, 2) int32 or None: no dropout
     statistics,  # (2, T) fp32: means, 1 / standard deviations
     d_x,  # (T, D), or None: nobody needs it, or it is d_residual
     d_residual,  # (T, D) or None
-    partials,  # (2, programs, D) fp32, or None: the gradients of weight and bias
+    partials,  # (2 or 3, programs, D) fp32, or None: the gradients of weight, bias and x_bias
     tokens,  # T
     site,
     cut,
@@ -142,36 +173,35 @@ def _layer_norm_backward_kernel(
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     d_weight = tl.zeros((1, BLOCK), tl.float32)
     d_bias = tl.zeros((1, BLOCK), tl.float32)
+    d_x_bias = tl.zeros((1, BLOCK), tl.float32)
     for begin in range(tl.program_id(0) * ROWS, tokens, tl.num_programs(0) * ROWS):
         rows = begin + tl.arange(0, ROWS)
         there = rows < tokens
         at = rows.to(tl.int64)[:, None] * WIDTH + columns
         mask = there[:, None] & inside
-        z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
-        do = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)
+        z, stays = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, WIDTH, BLOCK)
+        do = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
         mean = tl.load(statistics + rows, mask=there, other=0.0)
         rstd = tl.load(statistics + tokens + rows, mask=there, other=0.0)
-        if keys is not None:
-            first, second = dropout.row_keys(keys, rows, there, site)
-            stays = dropout.kept(first, second, 0, cut, BLOCK)
-            z = tl.where(stays, z * gain, 0.0)
-        if residual is not None:
-            z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         unit = tl.where(inside, (z - mean[:, None]) * rstd[:, None], 0.0)
         dz = gradient_of_z(do, unit, w, rstd, WIDTH)
         if d_residual is not None:
             tl.store(d_residual + at, dz.to(d_residual.dtype.element_ty), mask=mask)
+        if keys is not None:
+            dz = tl.where(stays, dz * gain, 0.0)
         if d_x is not None:
-            if keys is not None:
-                dz = tl.where(stays, dz * gain, 0.0)
             tl.store(d_x + at, dz.to(d_x.dtype.element_ty), mask=mask)
         if partials is not None:
             d_weight += tl.sum(do * unit, 0)[None, :]
             d_bias += tl.sum(do, 0)[None, :]
+            if x_bias is not None:
+                d_x_bias += tl.sum(dz, 0)[None, :]
     if partials is not None:
         at = partials + tl.program_id(0) * WIDTH + columns
         tl.store(at, d_weight, mask=inside)
         tl.store(at + tl.num_programs(0) * WIDTH, d_bias, mask=inside)
+        if x_bias is not None:
+            tl.store(at + 2 * tl.num_programs(0) * WIDTH, d_x_bias, mask=inside)
 
 
 class Launch(NamedTuple):
@@ -194,39 +224,44 @@ class Launch(NamedTuple):
         return min(-(-tokens // self.rows), processors * max(1, 16 // self.warps))
 
 
-def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keys: Tensor | None, mask: Mask
-) -> tuple[Tensor, Tensor]:
+Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]  # x, x_bias, residual, weight, bias
+
+
+def _forward(parts: Parts, eps: float, keys: Tensor | None, mask: Mask) -> tuple[Tensor, Tensor]:
     """(out (T, D), statistics (2, T) fp32)."""
-    tokens, width = x.shape
-    out, statistics = torch.empty_like(x), x.new_empty(2, tokens, dtype=torch.float32)
+    tokens, width = parts[0].shape
+    out, statistics = torch.empty_like(parts[0]), parts[0].new_empty(2, tokens, dtype=torch.float32)
     if out.numel():
         launch = Launch.of(width)
         _layer_norm_forward_kernel[(triton.cdiv(tokens, launch.rows),)](
-            x, residual, weight, bias, keys, out, statistics, tokens, eps, *mask,
+            *parts, keys, out, statistics, tokens, eps, *mask,
             WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
         )  # fmt: skip
     return out, statistics
 
 
 def _backward(d_out: Tensor, saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of x, residual, weight and bias, None where it saves something and is not ``needed``."""
-    x, residual, weight, keys, statistics = saved
+    """The gradients of x, x_bias, residual, weight and bias, None where it saves something and is not ``needed``."""
+    x, x_bias, residual, weight, keys, statistics = saved
     tokens, width = x.shape
     if not x.numel():  # then any (0, D) is a gradient of x, and of the residual
-        return x, residual, torch.zeros_like(weight), torch.zeros_like(weight)
+        none = torch.zeros_like(weight)
+        return x, none if needed[1] else None, residual, none, none
     launch = Launch.of(width)
     programs = launch.programs(tokens, x.device)
     d_x = torch.empty_like(x) if needed[0] else None
     one = keys is None and d_x is not None  # without dropout x and residual have one gradient
-    d_residual = torch.empty_like(x) if needed[1] and not one else None  # not needed where there is none
-    partials = x.new_empty(2, programs, width, dtype=torch.float32) if needed[2] or needed[3] else None
+    d_residual = torch.empty_like(x) if needed[2] and not one else None  # not needed where there is none
+    groups = 2 if x_bias is None else 3
+    summed = needed[1] or needed[3] or needed[4]
+    partials = x.new_empty(groups, programs, width, dtype=torch.float32) if summed else None
     _layer_norm_backward_kernel[(programs,)](
-        d_out, x, residual, weight, keys, statistics, d_x, d_residual, partials, tokens, *mask,
+        d_out, x, x_bias, residual, weight, keys, statistics, d_x, d_residual, partials, tokens, *mask,
         WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
     )  # fmt: skip
-    d_weight, d_bias = (None, None) if partials is None else add_partials(partials, x.dtype).unbind()
-    return d_x, d_x if one and needed[1] else d_residual, d_weight, d_bias
+    sums = [] if partials is None else [*add_partials(partials, x.dtype).unbind()]
+    d_weight, d_bias, d_x_bias = [*sums, None, None, None][:3]
+    return d_x, d_x_bias, d_x if one and needed[2] else d_residual, d_weight, d_bias
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -234,6 +269,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        x_bias: Tensor | None,
         residual: Tensor | None,
         weight: Tensor,
         bias: Tensor,
@@ -242,12 +278,12 @@ class _LayerNorm(torch.autograd.Function):
         keys: Tensor | None,
         site: int,
     ) -> Tensor:
-        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        weight, bias = weight.contiguous(), bias.contiguous()
+        x_bias, residual = (None if t is None else t.contiguous() for t in (x_bias, residual))
+        parts = x.contiguous(), x_bias, residual, weight.contiguous(), bias.contiguous()
         keys = None if keys is None or dropout_p == 0 else keys.contiguous()
         ctx.mask = site, *dropout.kernel_constants(keys, dropout_p)
-        out, statistics = _forward(x, residual, weight, bias, eps, keys, ctx.mask)
-        ctx.save_for_backward(x, residual, weight, keys, statistics)
+        out, statistics = _forward(parts, eps, keys, ctx.mask)
+        ctx.save_for_backward(*parts[:4], keys, statistics)
         return out
 
     @staticmethod
@@ -269,30 +305,34 @@ def dropout_add_layer_norm(
     bias: Tensor,
     eps: float,
     *,
+    x_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     keys: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
-    """LayerNorm(residual + dropout(x)), (T, D), in the dtype of ``x``.
+    """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``.
 
-    ``residual`` None counts as zeros; ``keys`` (T, 2) int32 are the tokens' dropout keys, None for
+    ``residual`` and ``x_bias`` None count as zeros; ``keys`` (T, 2) int32 are the tokens' dropout keys, None for
     evaluation; ``site`` names this dropout. Raises ValueError if shapes or dtypes do not fit.
     """
-    _check(x, residual, weight, bias, keys)
-    arguments = x, residual, weight, bias, eps, dropout_p, keys, site
+    _check(x, x_bias, residual, weight, bias, keys)
+    arguments = x, x_bias, residual, weight, bias, eps, dropout_p, keys, site
     if fused(x):
         out: Tensor = _LayerNorm.apply(*arguments)
         return out
     return dropout_add_layer_norm_reference(*arguments)
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, keys: Tensor | None) -> None:
-    shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {tuple(bias.shape)}"
-    if x.dim() != 2 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
-        raise ValueError(f"layer_norm got {shapes}; they must be (T, D), (D,), (D,)")
+def _check(
+    x: Tensor, x_bias: Tensor | None, residual: Tensor | None, weight: Tensor, bias: Tensor, keys: Tensor | None
+) -> None:
+    rows = {"weight": weight, "bias": bias} | ({} if x_bias is None else {"x_bias": x_bias})
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in ({"x": x} | rows).items())
+    if x.dim() != 2 or any(t.shape != x.shape[1:] for t in rows.values()):
+        raise ValueError(f"layer_norm got {shapes}; they must be (T, D) and (D,)")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"layer_norm got {shapes}, residual {tuple(residual.shape)}; it must be as x")
-    dtypes = {t.dtype for t in (x, residual, weight, bias) if t is not None}
+    dtypes = {t.dtype for t in (x, residual, *rows.values()) if t is not None}
     if len(dtypes) > 1:
         raise ValueError(f"layer_norm got dtypes {sorted(map(str, dtypes))}; they must be one")
     dropout.check_keys(keys, x.shape[0])

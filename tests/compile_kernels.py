@@ -73,7 +73,8 @@ def run_rows() -> None:
     keys = torch.zeros(8, 2, dtype=torch.int32)
     x, residual, weight, bias = draw(8, 1024), draw(8, 1024), draw(1024), draw(1024)
     torch.autograd.backward(layer_norm(x, weight, bias, 1e-12).float().sum())
-    out = dropout_add_layer_norm(x, residual, weight, bias, 1e-12, dropout_p=0.1, keys=keys, site=1)
+    b = draw(1024)
+    out = dropout_add_layer_norm(x, residual, weight, bias, 1e-12, x_bias=b, dropout_p=0.1, keys=keys, site=1)
     torch.autograd.backward(out.float().sum())
     for form in ("none", "tanh"):
         torch.autograd.backward(bias_gelu(draw(8, 4096), draw(4096), form).float().sum())

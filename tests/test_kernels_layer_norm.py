@@ -15,7 +15,7 @@ from kernels.partials import add_partials
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: on CPUs they are interpreted
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-NAMES = ("out", "gradient of x", "of residual", "of weight", "of bias")
+NAMES = ("out", "gradient of x", "of residual", "of weight", "of bias", "of x_bias")
 EPS = 1e-12
 SHAPES = [(1, 1), (3, 7), (5, 1023), (2, 1500)]
 
@@ -52,6 +52,9 @@ def test_dropout_and_residual_come_first(tokens: int, hidden: int) -> None:
     torch.testing.assert_close(out, formula(residual + dropped, weight, bias))
     out = dropout_add_layer_norm(x, None, weight, bias, EPS, dropout_p=0.1, keys=keys, site=4)
     torch.testing.assert_close(out, formula(dropped, weight, bias))
+    dropped = (x + bias) * dropout.multiplier(keys, 4, hidden, 0.1, x.dtype)
+    out = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=bias, dropout_p=0.1, keys=keys, site=4)
+    torch.testing.assert_close(out, formula(residual + dropped, weight, bias))
     out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1)  # evaluation
     torch.testing.assert_close(out, formula(residual + x, weight, bias))
 
@@ -60,10 +63,10 @@ def test_gradients_are_those_of_the_function() -> None:
     inputs = [t.requires_grad_() for t in draw(4, 6)]
     keys = keys_of(4)
 
-    def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.3, keys=keys, site=1)
+    def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, b: Tensor) -> Tensor:
+        return dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=b, dropout_p=0.3, keys=keys, site=1)
 
-    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradcheck(function, [*inputs, inputs[0][0].detach().clone().requires_grad_()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -82,31 +85,38 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         layer_norm(x, weight, weight, EPS)
     with pytest.raises(ValueError, match=r"residual \(2, 4\)"):
         dropout_add_layer_norm(x, x[:2], x[0], x[0], EPS)
+    with pytest.raises(ValueError, match=r"x_bias \(5,\)"):
+        dropout_add_layer_norm(x, x, x[0], x[0], EPS, x_bias=weight)
     with pytest.raises(ValueError, match="float16"):
         layer_norm(x.half(), x[0], x[0], EPS)
+    with pytest.raises(ValueError, match="float16"):
+        dropout_add_layer_norm(x, x, x[0], x[0], EPS, x_bias=x[0].half())
 
 
 # ---- the kernels ---------------------------------------------------------------------------------------------
 
 
 def inputs_of(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(x, residual, weight, bias), the gradient of the output, dropout keys."""
+    """(x, residual, weight, bias, x_bias), the gradient of the output, dropout keys."""
     generator = torch.Generator(DEVICE).manual_seed(tokens)
-    shapes = ((tokens, hidden), (tokens, hidden), (hidden,), (hidden,), (tokens, hidden))
-    x, residual, weight, bias, towards = (torch.randn(s, generator=generator, device=DEVICE).to(dtype) for s in shapes)
-    return [x, residual + 1, weight, bias], towards, keys_of(tokens).to(DEVICE)
+    shapes = ((tokens, hidden), (tokens, hidden), (hidden,), (hidden,), (hidden,), (tokens, hidden))
+    *inputs, towards = (torch.randn(s, generator=generator, device=DEVICE).to(dtype) for s in shapes)
+    inputs[1] += 1
+    return inputs, towards, keys_of(tokens).to(DEVICE)
 
 
 def with_gradients(kernels: str, inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) -> list[Tensor]:
-    """[output, gradients of x, residual, weight, bias] by a backend, or by ``eager``: PyTorch's own operations."""
-    x, residual, weight, bias = leaves = [t.detach().requires_grad_() for t in inputs]
+    """[output, gradients of ``inputs``] by a backend, or by ``eager``: PyTorch's own operations."""
+    x, residual, weight, bias, *rest = leaves = [t.detach().requires_grad_() for t in inputs]
+    x_bias = rest[0] if rest else None
     if kernels == "eager":
+        x = x if x_bias is None else x + x_bias
         if keys is not None:
             x = x * dropout.multiplier(keys, 2, x.shape[1], p, x.dtype)
         out = F.layer_norm(residual + x, weight.shape, weight, bias, EPS)
     else:
         with backend.using(kernels):
-            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=p, keys=keys, site=2)
+            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2)
     return [out.detach(), *torch.autograd.grad(out, leaves, towards)]
 
 
@@ -115,7 +125,7 @@ def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) 
         ours = with_gradients("triton", inputs, towards, p, keys)
     same_dtype = with_gradients("eager", inputs, towards, p, keys)
     exact = with_gradients("torch", [t.double() for t in inputs], towards.double(), p, keys)
-    for a, b, c, name in zip(ours, same_dtype, exact, NAMES, strict=True):
+    for a, b, c, name in zip(ours, same_dtype, exact, NAMES[: len(ours)], strict=True):
         assert_errs_at_most_twice(a, b, c, name)
 
 
@@ -126,6 +136,7 @@ def test_kernels_err_at_most_twice_as_much_as_pytorch(tokens: int, hidden: int, 
     check(inputs, towards, 0.1, keys)
     if hidden == 129:  # what falls away without dropout does not depend on the shape
         check(inputs, towards, 0.1, None)
+        check(inputs[:4], towards, 0.1, keys)
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(35, 20), (2, 1025)])
@@ -154,7 +165,7 @@ def test_the_kernels_mask_is_the_references(p: float) -> None:
 
 
 def test_a_row_without_variance_is_its_bias() -> None:
-    (x, _, weight, bias), towards, _ = inputs_of(3, 40, torch.float16)
+    (x, _, weight, bias, _), towards, _ = inputs_of(3, 40, torch.float16)
     x = torch.full_like(x, 7).requires_grad_()
     with backend.using("triton"):
         out = layer_norm(x, weight, bias, EPS)
@@ -204,26 +215,26 @@ def test_strides_change_nothing() -> None:
 
 def test_no_tokens_give_no_output_and_zero_gradients() -> None:
     inputs, towards, keys = inputs_of(0, 8, torch.float32)
-    out, d_x, d_residual, d_weight, d_bias = with_gradients("triton", inputs, towards, 0.1, keys)
+    out, d_x, d_residual, *sums = with_gradients("triton", inputs, towards, 0.1, keys)
     assert out.shape == d_x.shape == d_residual.shape == (0, 8)
-    assert not d_weight.any() and not d_bias.any()
+    assert [t.shape for t in sums] == [(8,)] * 3 and not any(t.any() for t in sums)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_one_gradient_alone_is_the_same(p: float) -> None:
     inputs, towards, keys = inputs_of(3, 24, torch.float32)
     _, *expected = with_gradients("triton", inputs, towards, p, keys)
-    for wanted in range(4):
+    for wanted in range(5):
         leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
         with backend.using("triton"):
-            x, residual, weight, bias = leaves
-            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=p, keys=keys, site=2)
+            x, residual, weight, bias, x_bias = leaves
+            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2)
         (found,) = torch.autograd.grad(out, [leaves[wanted]], towards)
         assert torch.equal(found, expected[wanted])
 
 
 def test_a_residual_that_is_x_gets_both_gradients() -> None:
-    (x, _, weight, bias), towards, _ = inputs_of(4, 16, torch.float32)
+    (x, _, weight, bias, _), towards, _ = inputs_of(4, 16, torch.float32)
     grads = []
     for kernels in ("triton", "torch"):
         leaf = x.detach().requires_grad_()
@@ -235,7 +246,7 @@ def test_a_residual_that_is_x_gets_both_gradients() -> None:
 
 
 def test_without_gradients_the_output_is_the_same() -> None:
-    (x, residual, weight, bias), towards, keys = inputs_of(5, 48, torch.float16)
+    (x, residual, weight, bias, _), towards, keys = inputs_of(5, 48, torch.float16)
     expected = with_gradients("triton", [x, residual, weight, bias], towards, 0.1, keys)[0]
     with backend.using("triton"), torch.inference_mode():
         out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1, keys=keys, site=2)

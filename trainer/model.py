@@ -126,13 +126,31 @@ class Layer(nn.Module):
             keys=keys,
             site=site + ATTENTION,
         )  # (T, N, H)
-        y = F.linear(mixed.flatten(1), self.attention_out_weight, self.attention_out_bias)  # (T, D)
-        norm = self.attention_norm_weight, self.attention_norm_bias, eps
-        x = dropout_add_layer_norm(y, x, *norm, dropout_p=model.dropout, keys=keys, site=site + ATTENTION_OUT)
+        y = F.linear(mixed.flatten(1), self.attention_out_weight)  # (T, D)
+        x = dropout_add_layer_norm(
+            y,
+            x,
+            self.attention_norm_weight,
+            self.attention_norm_bias,
+            eps,
+            x_bias=self.attention_out_bias,
+            dropout_p=model.dropout,
+            keys=keys,
+            site=site + ATTENTION_OUT,
+        )
         y = bias_gelu(F.linear(x, self.mlp_in_weight), self.mlp_in_bias, model.gelu)  # (T, F)
-        y = F.linear(y, self.mlp_out_weight, self.mlp_out_bias)  # (T, D)
-        norm = self.mlp_norm_weight, self.mlp_norm_bias, eps
-        return dropout_add_layer_norm(y, x, *norm, dropout_p=model.dropout, keys=keys, site=site + MLP_OUT)
+        y = F.linear(y, self.mlp_out_weight)  # (T, D)
+        return dropout_add_layer_norm(
+            y,
+            x,
+            self.mlp_norm_weight,
+            self.mlp_norm_bias,
+            eps,
+            x_bias=self.mlp_out_bias,
+            dropout_p=model.dropout,
+            keys=keys,
+            site=site + MLP_OUT,
+        )
 
 
 class Encoder(nn.Module):
