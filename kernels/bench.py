@@ -125,7 +125,7 @@ def layer_norm_row() -> Row:
     _, keys = _token_keys([128] * (TOKENS // 128))
 
     def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return dropout_add_layer_norm(x, residual, weight, bias, 1e-12, dropout_p=P, keys=keys)
+        return dropout_add_layer_norm(x, residual, weight, bias, 1e-12, dropout_p=P, keys=keys)[0]
 
     def eager(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(residual + F.dropout(x, P), (HIDDEN,), weight, bias, 1e-12)

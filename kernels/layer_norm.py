@@ -4,7 +4,8 @@
     out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias       over the last dimension
 (Ba, Kiros and Hinton, "Layer normalization", 2016, equations 3 and 4; var is the biased one.)
 
-All tensors are (T, D); ``weight``, ``bias`` and ``x_bias`` (D,). The sum and the statistics are fp32.
+All tensors are (T, D); ``weight``, ``bias`` and ``x_bias`` (D,). The sum and the statistics are fp32. The result is
+given twice, to the next projection and as the next residual, so that backward adds their two gradients as it reads.
 
 Kept for backward by the kernels: x, residual, and each row's mean and 1 / standard deviation in fp32; z and the
 dropout mask are made again. That moves as many bytes as keeping z (3 tensors forward, 5 backward), and z is never
@@ -16,6 +17,7 @@ By the reference: z, its mean and 1 / standard deviation a row, and the dropout 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,11 +49,12 @@ def dropout_add_layer_norm_reference(
     dropout_p: float,
     keys: Tensor | None,  # (T, 2) int32
     site: int,
-) -> Tensor:  # (T, D)
+) -> tuple[Tensor, Tensor]:  # (T, D) each, the same
     """LayerNorm(residual + dropout(x + x_bias)), the sum in fp32."""
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = dropout.apply(z if x_bias is None else z + x_bias, keys, site, dropout_p)
-    return layer_norm_reference(z if residual is None else residual + z, weight, bias, eps)
+    out = layer_norm_reference(z if residual is None else residual + z, weight, bias, eps)
+    return out, out
 
 
 @triton.jit
@@ -151,6 +154,7 @@ def _layer_norm_forward_kernel(
 @triton.jit
 def _layer_norm_backward_kernel(
     d_out,  # (T, D)
+    d_again,  # (T, D) or None: a second gradient of the result
     x,  # (T, D)
     x_bias,  # (D,) or None
     residual,  # (T, D) or None
@@ -181,6 +185,8 @@ def _layer_norm_backward_kernel(
         mask = there[:, None] & inside
         z, stays = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, WIDTH, BLOCK)
         do = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
+        if d_again is not None:
+            do += tl.load(d_again + at, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(statistics + rows, mask=there, other=0.0)
         rstd = tl.load(statistics + tokens + rows, mask=there, other=0.0)
         unit = tl.where(inside, (z - mean[:, None]) * rstd[:, None], 0.0)
@@ -240,7 +246,9 @@ def _forward(parts: Parts, eps: float, keys: Tensor | None, mask: Mask) -> tuple
     return out, statistics
 
 
-def _backward(d_out: Tensor, saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def _backward(
+    d_outs: Sequence[Tensor | None], saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
     """The gradients of x, x_bias, residual, weight and bias, None where it saves something and is not ``needed``."""
     x, x_bias, residual, weight, keys, statistics = saved
     tokens, width = x.shape
@@ -256,7 +264,7 @@ def _backward(d_out: Tensor, saved: tuple[Any, ...], mask: Mask, needed: tuple[b
     summed = needed[1] or needed[3] or needed[4]
     partials = x.new_empty(groups, programs, width, dtype=torch.float32) if summed else None
     _layer_norm_backward_kernel[(programs,)](
-        d_out, x, x_bias, residual, weight, keys, statistics, d_x, d_residual, partials, tokens, *mask,
+        *d_outs, x, x_bias, residual, weight, keys, statistics, d_x, d_residual, partials, tokens, *mask,
         WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
     )  # fmt: skip
     sums = [] if partials is None else [*add_partials(partials, x.dtype).unbind()]
@@ -277,25 +285,29 @@ class _LayerNorm(torch.autograd.Function):
         dropout_p: float,
         keys: Tensor | None,
         site: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         x_bias, residual = (None if t is None else t.contiguous() for t in (x_bias, residual))
         parts = x.contiguous(), x_bias, residual, weight.contiguous(), bias.contiguous()
         keys = None if keys is None or dropout_p == 0 else keys.contiguous()
         ctx.mask = site, *dropout.kernel_constants(keys, dropout_p)
         out, statistics = _forward(parts, eps, keys, ctx.mask)
         ctx.save_for_backward(*parts[:4], keys, statistics)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, out.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _backward(d_out.contiguous(), ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
+    def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = [d.contiguous() for d in d_outs if d is not None]  # of a result that nobody used there is none
+        if not there:
+            return (None,) * 9
+        grads = _backward((*there, None)[:2], ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
         return *grads, None, None, None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm of ``x`` (T, D), in its dtype. Raises ValueError if shapes or dtypes do not fit."""
-    return dropout_add_layer_norm(x, None, weight, bias, eps)
+    return dropout_add_layer_norm(x, None, weight, bias, eps)[0]
 
 
 def dropout_add_layer_norm(
@@ -309,8 +321,8 @@ def dropout_add_layer_norm(
     dropout_p: float = 0.0,
     keys: Tensor | None = None,
     site: int = 0,
-) -> Tensor:
-    """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``.
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``, twice: for two readers.
 
     ``residual`` and ``x_bias`` None count as zeros; ``keys`` (T, 2) int32 are the tokens' dropout keys, None for
     evaluation; ``site`` names this dropout. Raises ValueError if shapes or dtypes do not fit.
@@ -318,8 +330,8 @@ def dropout_add_layer_norm(
     _check(x, x_bias, residual, weight, bias, keys)
     arguments = x, x_bias, residual, weight, bias, eps, dropout_p, keys, site
     if fused(x):
-        out: Tensor = _LayerNorm.apply(*arguments)
-        return out
+        outs: tuple[Tensor, Tensor] = _LayerNorm.apply(*arguments)
+        return outs
     return dropout_add_layer_norm_reference(*arguments)
 
 

@@ -74,8 +74,8 @@ def run_rows() -> None:
     x, residual, weight, bias = draw(8, 1024), draw(8, 1024), draw(1024), draw(1024)
     torch.autograd.backward(layer_norm(x, weight, bias, 1e-12).float().sum())
     b = draw(1024)
-    out = dropout_add_layer_norm(x, residual, weight, bias, 1e-12, x_bias=b, dropout_p=0.1, keys=keys, site=1)
-    torch.autograd.backward(out.float().sum())
+    outs = dropout_add_layer_norm(x, residual, weight, bias, 1e-12, x_bias=b, dropout_p=0.1, keys=keys, site=1)
+    torch.autograd.backward((outs[0] + 2 * outs[1]).float().sum())
     for form in ("none", "tanh"):
         torch.autograd.backward(bias_gelu(draw(8, 4096), draw(4096), form).float().sum())
     index = torch.zeros(8, dtype=torch.int64)

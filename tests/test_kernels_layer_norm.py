@@ -48,14 +48,14 @@ def test_dropout_and_residual_come_first(tokens: int, hidden: int) -> None:
     x, residual, weight, bias = draw(tokens, hidden)
     keys = keys_of(tokens)
     dropped = x * dropout.multiplier(keys, 4, hidden, 0.1, x.dtype)
-    out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1, keys=keys, site=4)
+    out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1, keys=keys, site=4)
     torch.testing.assert_close(out, formula(residual + dropped, weight, bias))
-    out = dropout_add_layer_norm(x, None, weight, bias, EPS, dropout_p=0.1, keys=keys, site=4)
+    out, _ = dropout_add_layer_norm(x, None, weight, bias, EPS, dropout_p=0.1, keys=keys, site=4)
     torch.testing.assert_close(out, formula(dropped, weight, bias))
     dropped = (x + bias) * dropout.multiplier(keys, 4, hidden, 0.1, x.dtype)
-    out = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=bias, dropout_p=0.1, keys=keys, site=4)
+    out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=bias, dropout_p=0.1, keys=keys, site=4)
     torch.testing.assert_close(out, formula(residual + dropped, weight, bias))
-    out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1)  # evaluation
+    out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1)  # evaluation
     torch.testing.assert_close(out, formula(residual + x, weight, bias))
 
 
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_function() -> None:
     inputs = [t.requires_grad_() for t in draw(4, 6)]
     keys = keys_of(4)
 
-    def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, b: Tensor) -> Tensor:
+    def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=b, dropout_p=0.3, keys=keys, site=1)
 
     assert torch.autograd.gradcheck(function, [*inputs, inputs[0][0].detach().clone().requires_grad_()])
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_function() -> None:
 def test_half_precision_errs_by_its_own_rounding_only(dtype: torch.dtype) -> None:
     x, residual, weight, bias = (t.to(dtype) for t in draw(16, 256))
     x = x + 100  # statistics in half precision would lose this row's variance
-    out = dropout_add_layer_norm(x, residual, weight, bias, EPS)
+    out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS)
     exact = formula(x.double() + residual.double(), weight.double(), bias.double())
     assert out.dtype == dtype
     assert float(((out.double() - exact).abs() / (exact.abs() + 1e-2)).max()) < torch.finfo(dtype).eps
@@ -105,26 +105,35 @@ def inputs_of(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[list[Tensor
     return inputs, towards, keys_of(tokens).to(DEVICE)
 
 
-def with_gradients(kernels: str, inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) -> list[Tensor]:
-    """[output, gradients of ``inputs``] by a backend, or by ``eager``: PyTorch's own operations."""
+def with_gradients(
+    kernels: str, inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None, again: Tensor | None = None
+) -> list[Tensor]:
+    """[output, gradients of ``inputs``] by a backend, or by ``eager``: PyTorch's own operations.
+
+    ``again`` is the gradient of the output's second copy.
+    """
     x, residual, weight, bias, *rest = leaves = [t.detach().requires_grad_() for t in inputs]
     x_bias = rest[0] if rest else None
     if kernels == "eager":
         x = x if x_bias is None else x + x_bias
         if keys is not None:
             x = x * dropout.multiplier(keys, 2, x.shape[1], p, x.dtype)
-        out = F.layer_norm(residual + x, weight.shape, weight, bias, EPS)
+        outs = (F.layer_norm(residual + x, weight.shape, weight, bias, EPS),) * 2
     else:
         with backend.using(kernels):
-            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2)
-    return [out.detach(), *torch.autograd.grad(out, leaves, towards)]
+            outs = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2)
+    assert outs[0].data_ptr() == outs[1].data_ptr()  # no copy is made
+    used = 1 if again is None else 2
+    return [outs[0].detach(), *torch.autograd.grad(outs[:used], leaves, [towards, again][:used])]
 
 
 def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) -> None:
+    again = towards.flip(1) if len(inputs) == 5 else None
     with poisoned_buffers():
-        ours = with_gradients("triton", inputs, towards, p, keys)
-    same_dtype = with_gradients("eager", inputs, towards, p, keys)
-    exact = with_gradients("torch", [t.double() for t in inputs], towards.double(), p, keys)
+        ours = with_gradients("triton", inputs, towards, p, keys, again)
+    same_dtype = with_gradients("eager", inputs, towards, p, keys, again)
+    wide = None if again is None else again.double()
+    exact = with_gradients("torch", [t.double() for t in inputs], towards.double(), p, keys, wide)
     for a, b, c, name in zip(ours, same_dtype, exact, NAMES[: len(ours)], strict=True):
         assert_errs_at_most_twice(a, b, c, name)
 
@@ -228,7 +237,9 @@ def test_one_gradient_alone_is_the_same(p: float) -> None:
         leaves = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
         with backend.using("triton"):
             x, residual, weight, bias, x_bias = leaves
-            out = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2)
+            out, _ = dropout_add_layer_norm(
+                x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2
+            )
         (found,) = torch.autograd.grad(out, [leaves[wanted]], towards)
         assert torch.equal(found, expected[wanted])
 
@@ -239,17 +250,26 @@ def test_a_residual_that_is_x_gets_both_gradients() -> None:
     for kernels in ("triton", "torch"):
         leaf = x.detach().requires_grad_()
         with backend.using(kernels):
-            torch.autograd.backward(dropout_add_layer_norm(leaf, leaf, weight, bias, EPS), towards)
+            torch.autograd.backward(dropout_add_layer_norm(leaf, leaf, weight, bias, EPS)[0], towards)
         assert leaf.grad is not None
         grads.append(leaf.grad)
     torch.testing.assert_close(*grads)
+
+
+def test_the_second_copy_alone_has_the_gradients_of_the_first() -> None:
+    (x, residual, weight, bias, _), towards, _ = inputs_of(4, 16, torch.float32)
+    leaf = x.detach().requires_grad_()
+    with backend.using("triton"):
+        outs = dropout_add_layer_norm(leaf, residual, weight, bias, EPS)
+    first, second = (torch.autograd.grad(out, leaf, towards, retain_graph=True)[0] for out in outs)
+    assert torch.equal(first, second)
 
 
 def test_without_gradients_the_output_is_the_same() -> None:
     (x, residual, weight, bias, _), towards, keys = inputs_of(5, 48, torch.float16)
     expected = with_gradients("triton", [x, residual, weight, bias], towards, 0.1, keys)[0]
     with backend.using("triton"), torch.inference_mode():
-        out = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1, keys=keys, site=2)
+        out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1, keys=keys, site=2)
     assert torch.equal(out, expected)
 
 

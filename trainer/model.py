@@ -113,8 +113,8 @@ class Layer(nn.Module):
         self.mlp_norm_weight = parameter(hidden)
         self.mlp_norm_bias = parameter(hidden)
 
-    def forward(self, x: Tensor, batch: Rows, keys: Tensor | None) -> Tensor:
-        """(T, D) -> (T, D); ``keys`` (T, 2) int32 or None."""
+    def forward(self, x: Tensor, residual: Tensor, batch: Rows, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(T, D), twice, as the layer before gives it -> likewise; ``keys`` (T, 2) int32 or None."""
         model, site, eps = self.model, self.site, self.model.layer_norm_eps
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias)  # (T, 3D)
         qkv = qkv.view(-1, 3, model.heads, model.hidden // model.heads)  # (T, 3, N, H)
@@ -127,9 +127,9 @@ class Layer(nn.Module):
             site=site + ATTENTION,
         )  # (T, N, H)
         y = F.linear(mixed.flatten(1), self.attention_out_weight)  # (T, D)
-        x = dropout_add_layer_norm(
+        x, residual = dropout_add_layer_norm(
             y,
-            x,
+            residual,
             self.attention_norm_weight,
             self.attention_norm_bias,
             eps,
@@ -142,7 +142,7 @@ class Layer(nn.Module):
         y = F.linear(y, self.mlp_out_weight)  # (T, D)
         return dropout_add_layer_norm(
             y,
-            x,
+            residual,
             self.mlp_norm_weight,
             self.mlp_norm_bias,
             eps,
@@ -209,8 +209,9 @@ class Encoder(nn.Module):
             dropout_p=model.dropout,
             keys=keys,
         )  # (T, D)
+        residual = x
         for layer in self.layers:
-            x = layer(x, batch, keys)
+            x, residual = layer(x, residual, batch, keys)
         return x
 
 
