@@ -181,6 +181,7 @@ def test_an_impossible_cache_is_told() -> None:
     assert CacheConfig().problems() == []
     wrong = replace(CacheConfig(), folder="", gigabytes=-1.0).problems()
     assert [line.split(" is ")[0] for line in wrong] == ["folder", "gigabytes"]
+    assert len(replace(CacheConfig(), gigabytes=float("nan")).problems()) == 1
 
 
 def test_what_is_wanted_no_longer_is_let_go(server: Server, cache: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -179,6 +180,7 @@ def test_what_is_wrong_takes_one_line(
         ("fill_mask", ["--top", "0"], "--top is 0: must be 1 or more"),
         ("evaluate", ["--micro-batch", "0"], "--micro-batch is 0: must be 1 or more"),
         ("encode", ["--pool", "sum"], "argument --pool: invalid choice: 'sum' (choose from "),
+        ("encode", ["--marked", "--tokens"], "argument --tokens: not allowed with argument --marked"),
         ("export", ["--onnx", "graph"], "argument --onnx: invalid choice: 'graph' (choose from "),
     ],
 )
@@ -189,3 +191,13 @@ def test_a_wrong_value_takes_one_line(
         command(name, tmp_path, tmp_path, *wrong)
     [line] = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and line.startswith(f"trainer.{name}: error: {said}")
+
+
+def test_a_result_that_cannot_be_printed_takes_one_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert command("fill_mask", run, tmp_path) == 2
+    said = "trainer.fill_mask: error: the standard output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == said  # and nothing when the file was closed

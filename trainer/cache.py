@@ -53,7 +53,7 @@ class CacheConfig:
         found = []
         if not self.folder:
             found.append("folder is empty: name one on the node's own disk")
-        if self.gigabytes < 0:
+        if not self.gigabytes >= 0:  # nor NaN
             found.append(f"gigabytes is {self.gigabytes}: must be 0 or more")
         return found
 

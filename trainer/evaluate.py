@@ -41,7 +41,7 @@ from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
 from trainer.model import Bert, ModelConfig, nsp_classes
-from trainer.options import OneLineParser, add_kernels, one_line
+from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
 from trainer.vocabulary import require_vocabulary
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
@@ -255,8 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
         print(f"trainer.evaluate: error: {one_line(error)}", file=sys.stderr)
         return 2
-    print(json.dumps(figures, indent=1))
-    return 0
+    return print_result(json.dumps(figures, indent=1), "trainer.evaluate")
 
 
 def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn:

@@ -21,7 +21,7 @@ from trainer.batch import IGNORED, MicroBatch, Rows
 from trainer.errors import TrainerError
 from trainer.finetune.task import Example, collate
 from trainer.model import Bert
-from trainer.options import OneLineParser, add_kernels, one_line
+from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.weights import load_bert
 
 MASK = "[MASK]"
@@ -90,11 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
         print(f"trainer.fill_mask: error: {one_line(error)}", file=sys.stderr)
         return 2
+    lines = []
     for text, places in zip(options.texts, answers, strict=True):
-        print(text)
-        for best in places:
-            print("    " + "  ".join(f"{token} {share:.1%}" for token, share in best))
-    return 0
+        lines += [text, *("    " + "  ".join(f"{token} {share:.1%}" for token, share in best) for best in places)]
+    return print_result("\n".join(lines), "trainer.fill_mask")
 
 
 if __name__ == "__main__":

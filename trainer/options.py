@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from kernels import backend
-from trainer.exits import REFUSED
+from trainer.exits import DONE, REFUSED
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -28,6 +31,18 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     """The option --kernels, for ``kernels.backend.using``."""
     text = "what computes: triton on GPUs and torch on CPUs, unless it is named (%(default)s)"
     parser.add_argument("--kernels", choices=backend.CHOICES, default="auto", help=text)
+
+
+def print_result(text: str, command: str) -> int:
+    """Print what ``command`` came to. Its exit code: 0, or 2 after one line where the standard output takes no more."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with suppress(OSError):  # what it still holds would be written again as the process ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{command}: error: the standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return REFUSED
+    return DONE
 
 
 def one_line(error: object) -> str:

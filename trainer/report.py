@@ -22,7 +22,7 @@ from matplotlib.ticker import EngFormatter
 from trainer.errors import TrainerError
 from trainer.history import History, read_history
 from trainer.journal import TASKS
-from trainer.options import OneLineParser
+from trainer.options import OneLineParser, print_result
 from trainer.panels import BLUE, FAINT, GREEN, INK, PARTS, RED, ROWS, SKY, STYLE, Panel, median_rate, number, present
 from trainer.references import Reference, fitting
 
@@ -64,12 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"trainer.report: error: {path} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
-    print(path)
-    for name, text in summary(history).items():
-        print(f"  {name:12} {text}")
-    for each in references:
-        print(f"  {'published':12} {published(each, history)}")
-    return 0
+    told = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
+    return print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in told)]), "trainer.report")
 
 
 # ---- in words ------------------------------------------------------------------------------------------------
