@@ -1,12 +1,13 @@
 """Trains one model in several ways on the same samples, and draws the losses over one another, by hand, on GPUs.
 
-    python tests/draw_curves.py OUT --shards SHARDS [--plan kernels batches stages]     train; OUT gets a folder a run
+    python tests/draw_curves.py OUT --shards SHARDS [--plan kernels batches warm-up stages]   train; a folder a run
     python tests/draw_curves.py OUT --draw docs/curves.png                      draw what is there
 
 ``stages``: BERT-Base with LAMB at 8,192 sequences in fp16, under ZeRO 1 and 2 on two GPUs and ZeRO 1 on four; ZeRO 3,
 and ZeRO 1 on one GPU, for half as long; ZeRO 0 in fp32 for 30 steps. ``batches``: LAMB and Adam at 256 and 8,192
-sequences over equally many samples. ``kernels``: 200 steps of the kernels and of the plain references. Written
-for four GPUs. ``--small`` trains a small model at small batches on CPUs, to see that the script works.
+sequences over equally many samples. ``warm-up``: both at 8,192 behind a longer one, on one GPU. ``kernels``: 200
+steps of the kernels and of the plain references. Written for four GPUs. ``--small`` trains a small model at small
+batches on CPUs, to see that the script works.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from trainer.journal import read_lines
 
 LENGTH = 32  # of the sequences: the most steps for the time
 RATES = {"lamb": 4e-3, "adam": 6e-4}  # at 8,192 sequences; elsewhere by the root of the batch
-WARMUP = 20  # steps of 8,192; the rate stays constant after it
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64}
 
 
@@ -43,6 +43,8 @@ class Curve(NamedTuple):
     samples: int = 200 * 8192
     precision: str = "auto"
     kernels: str = "auto"
+    rate: float | None = None  # RATES says where there is none
+    warmup: int = 20  # steps of 8,192 samples; the rate stays constant after it
 
 
 PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side
@@ -56,6 +58,13 @@ PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side
         [
             Curve(f"{name}, {batch:,}", (gpu,), 1, name, batch, 60 * 8192)
             for gpu, (name, batch) in enumerate(product(RATES, (256, 8192)))
+        ]
+    ],
+    "warm-up": [
+        [
+            Curve("LAMB, rate 1.4e-3", (0,), rate=1.4e-3, warmup=80),
+            Curve("LAMB, rate 2.5e-3", (0,), rate=2.5e-3, warmup=80),
+            Curve("Adam, rate 6e-4", (0,), optimizer="adam", rate=6e-4, warmup=80),
         ]
     ],
     "stages": [
@@ -74,13 +83,13 @@ def configuration(curve: Curve, shards: Path, out: Path, small: bool) -> dict[st
     """What the run's YAML holds."""
     by = 64 if small else 1
     batch, steps = curve.batch // by, curve.samples // curve.batch
-    rate = RATES[curve.optimizer] * (curve.batch / 8192) ** 0.5
+    rate = curve.rate or RATES[curve.optimizer] * (curve.batch / 8192) ** 0.5
     phase = {
         **{"name": "all", "train": str(shards), "sequence_length": LENGTH, "steps": steps, "global_batch": batch},
         **{
             "micro_batch": min(batch, 1024),
             "learning_rate": rate,
-            "warmup_steps": WARMUP * 8192 // curve.batch,
+            "warmup_steps": curve.warmup * 8192 // curve.batch,
             "power": 0.0,
         },
     }
@@ -147,11 +156,13 @@ def draw(out: Path, picture: Path) -> None:
             print(f"{curve.name}: {len(steps)} steps, {skipped} skipped, mean loss of the last {len(last)} {mean:.4f}")
             kept = steps if curve.batch > 256 else steps[::32]
             line = {"label": curve.name, "linewidth": 1.0, "alpha": 0.8}
-            if plan != "stages":
+            if plan not in ("stages", "warm-up"):
                 axes[1, 1].plot([r["position"] / 1e6 for r in kept], [r["loss"] for r in kept], **line)
                 continue
             axes[0, 0].plot([r["position"] / 1e6 for r in kept], [r["loss"] for r in kept], **line)
             axes[0, 1].plot([r["position"] / 1e6 for r in kept], [r["loss_scale"] for r in kept], **line)
+            if curve.optimizer != "lamb":
+                continue
             own = axes[1, 0].plot([r["position"] / 1e6 for r in kept], [r["trust_mean"] for r in kept], **line)
             for bound in ("trust_min", "trust_max"):
                 axes[1, 0].plot(
@@ -159,7 +170,7 @@ def draw(out: Path, picture: Path) -> None:
                 )
     axes[0, 1].set_yscale("log", base=2)
     axes[1, 0].set_yscale("log")
-    titles = ("loss, LAMB at 8,192", "loss scale", "trust ratios: least, mean, largest", "loss, other runs")
+    titles = ("loss at 8,192 sequences", "loss scale", "trust ratios: least, mean, largest", "loss, other runs")
     for axis, title in zip(axes.flat, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("millions of samples")
