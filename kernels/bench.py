@@ -120,7 +120,7 @@ def attention_row(lengths: list[int], bar: float | None) -> Row:
 
 
 def layer_norm_row() -> Row:
-    """Dropout, residual and LayerNorm."""
+    """Dropout, residual and LayerNorm, with one gradient; in the model there are a bias and a second one, too."""
     x, residual, weight, bias = _draw(TOKENS, HIDDEN), _draw(TOKENS, HIDDEN), _draw(HIDDEN), _draw(HIDDEN)
     _, keys = _token_keys([128] * (TOKENS // 128))
 

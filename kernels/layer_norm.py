@@ -8,10 +8,10 @@ All tensors are (T, D); ``weight``, ``bias`` and ``x_bias`` (D,). The sum and th
 given twice, to the next projection and as the next residual, so that backward adds their two gradients as it reads.
 
 Kept for backward by the kernels: x, residual, and each row's mean and 1 / standard deviation in fp32; z and the
-dropout mask are made again. That moves as many bytes as keeping z (3 tensors forward, 5 backward), and z is never
-rounded. The gradients of weight, bias and x_bias are fp32 partial sums a program, added in fixed order by a second
-kernel; the last is why the bias comes here and not with the product: its gradient sums what is at hand.
-So every result errs by the rounding of its own dtype, and at most twice as much as PyTorch's.
+dropout mask are made again. That moves as many bytes as keeping z (3 tensors forward, 5 backward, one more for a second
+gradient), and z is never rounded. The gradients of weight, bias and x_bias are fp32 partial sums a program, added in
+fixed order by a second kernel. So every result errs by the rounding of its own dtype, and at most twice as much as
+PyTorch's. The projection's bias is added here, not by the product, since backward has its gradient's numbers at hand.
 By the reference: z, its mean and 1 / standard deviation a row, and the dropout multiplier.
 """
 
@@ -104,7 +104,7 @@ def _layer_norm_summed(
 ):
     """((M, BLOCK) fp32: residual + dropout(x + x_bias); what dropout keeps)."""
     z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    stays = mask
+    stays = mask  # without keys nobody reads it
     if x_bias is not None:
         columns = tl.arange(0, BLOCK)[None, :]
         z += tl.load(x_bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
@@ -161,8 +161,8 @@ def _layer_norm_backward_kernel(
     weight,  # (D,)
     keys,  # (T, 2) int32 or None: no dropout
     statistics,  # (2, T) fp32: means, 1 / standard deviations
-    d_x,  # (T, D), or None: nobody needs it, or it is d_residual
-    d_residual,  # (T, D) or None
+    d_x,  # (T, D), or None: nobody needs it
+    d_residual,  # (T, D), or None: nobody needs it, or it is d_x
     partials,  # (2 or 3, programs, D) fp32, or None: the gradients of weight, bias and x_bias
     tokens,  # T
     site,
@@ -249,12 +249,11 @@ def _forward(parts: Parts, eps: float, keys: Tensor | None, mask: Mask) -> tuple
 def _backward(
     d_outs: Sequence[Tensor | None], saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, x_bias, residual, weight and bias, None where it saves something and is not ``needed``."""
+    """The gradients of the ``Parts``, in their order as ``needed`` is, None where that saves something."""
     x, x_bias, residual, weight, keys, statistics = saved
     tokens, width = x.shape
-    if not x.numel():  # then any (0, D) is a gradient of x, and of the residual
-        none = torch.zeros_like(weight)
-        return x, none if needed[1] else None, residual, none, none
+    if not x.numel():
+        return tuple(None if t is None else torch.zeros_like(t) for t in (x, x_bias, residual, weight, weight))
     launch = Launch.of(width)
     programs = launch.programs(tokens, x.device)
     d_x = torch.empty_like(x) if needed[0] else None
@@ -267,33 +266,23 @@ def _backward(
         *d_outs, x, x_bias, residual, weight, keys, statistics, d_x, d_residual, partials, tokens, *mask,
         WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
     )  # fmt: skip
-    sums = [] if partials is None else [*add_partials(partials, x.dtype).unbind()]
-    d_weight, d_bias, d_x_bias = [*sums, None, None, None][:3]
+    sums = () if partials is None else add_partials(partials, x.dtype).unbind()
+    d_weight, d_bias, d_x_bias = (*sums, None, None, None)[:3]
     return d_x, d_x_bias, d_x if one and needed[2] else d_residual, d_weight, d_bias
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        x_bias: Tensor | None,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        dropout_p: float,
-        keys: Tensor | None,
-        site: int,
-    ) -> tuple[Tensor, Tensor]:
-        x_bias, residual = (None if t is None else t.contiguous() for t in (x_bias, residual))
-        parts = x.contiguous(), x_bias, residual, weight.contiguous(), bias.contiguous()
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """``arguments`` are those of the reference, in its order."""
+        *given, eps, dropout_p, keys, site = arguments
+        parts: Any = tuple(None if t is None else t.contiguous() for t in given)
         keys = None if keys is None or dropout_p == 0 else keys.contiguous()
         ctx.mask = site, *dropout.kernel_constants(keys, dropout_p)
         out, statistics = _forward(parts, eps, keys, ctx.mask)
         ctx.save_for_backward(*parts[:4], keys, statistics)
         ctx.set_materialize_grads(False)
-        return out, out.detach()
+        return out, out.view_as(out)  # so that autograd refuses changes in place
 
     @staticmethod
     @once_differentiable
@@ -322,7 +311,7 @@ def dropout_add_layer_norm(
     keys: Tensor | None = None,
     site: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``, twice: for two readers.
+    """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``, for two readers: twice, in one memory.
 
     ``residual`` and ``x_bias`` None count as zeros; ``keys`` (T, 2) int32 are the tokens' dropout keys, None for
     evaluation; ``site`` names this dropout. Raises ValueError if shapes or dtypes do not fit.

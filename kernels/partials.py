@@ -1,4 +1,4 @@
-"""Adds up what the programs of a backward pass leave: fp32 sums over some tokens each, of a weight's gradient."""
+"""Adds up what the programs of a backward pass leave: fp32 sums over some tokens each, of weights' gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.backend import tl, triton
 
 @triton.jit
 def _add_partials_kernel(
-    partials,  # (G, N, D) fp32
+    partials,  # (G, N, D) fp32: N programs' parts of G gradients
     sums,  # (G, D)
     count,  # N
     WIDTH: tl.constexpr,

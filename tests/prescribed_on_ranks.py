@@ -64,13 +64,15 @@ def weighed(module: nn.Module, batch: MicroBatch, prefix: str) -> Tensor:
 def replace_forwards() -> None:
     """Bert and its layers, as modules that each use their own parameters."""
 
-    def layer(self: Layer, x: Tensor, batch: MicroBatch, keys: Tensor | None) -> Tensor:
-        return x + weighed(self, batch, f"layers.{self.site // 4 - 1}.")
+    def layer(self: Layer, x: Tensor, residual: Tensor, batch: MicroBatch, keys: Tensor | None) -> tuple[Tensor, ...]:
+        both = x + residual
+        return both, weighed(self, batch, f"layers.{self.site // 4 - 1}.")
 
     def bert(self: Bert, batch: MicroBatch, keys: Tensor | None = None) -> Output:
-        x = weighed(self, batch, "")
+        x, residual = weighed(self, batch, ""), torch.zeros((), device=batch.tokens.device)
         for each in self.layers:
-            x = each(x, batch, keys)
+            x, residual = each(x, residual, batch, keys)
+        x = x + residual
         zero = torch.zeros((), dtype=torch.int64, device=x.device)
         return Output(x, torch.zeros_like(x), zero, zero)
 

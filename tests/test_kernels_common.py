@@ -35,7 +35,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of (3, 16)
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_second_derivative_is_refused(name: str) -> None:
-    """The first one is a kernel's, which autograd knows nothing of: to it that would be a constant."""
+    """The first one is a kernel's, which autograd knows nothing of: to it that would be a constant.
+
+    Only of a loss that is linear in the result it stays one: PyTorch does not ask then.
+    """
     x = torch.randn(3, 16, device=DEVICE, requires_grad=True)
     with backend.using("triton"):
         loss = FUNCTIONS[name](x).square().sum()

@@ -59,6 +59,8 @@ def test_what_does_not_fit_is_refused() -> None:
         embed(tokens, segments.int(), positions, *tables, weight, bias, EPS)
     with pytest.raises(ValueError, match=r"\(9, 5\)"):
         embedded([token_table[:, :5], *draw()[1:]])
+    with pytest.raises(ValueError, match=r"dropout keys .* must be int32 \(4, 2\)"):
+        embed(tokens, segments, positions, *tables, weight, bias, EPS, dropout_p=0.1, keys=KEYS[:3])
     with pytest.raises(IndexError):
         embed(tokens + 1, segments, positions, *tables, weight, bias, EPS)
 

@@ -1,6 +1,8 @@
-"""LayerNorm, alone and behind dropout and the residual, against the formula written out."""
+"""LayerNorm, alone and behind a bias, dropout and the residual, against the formula written out."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -73,8 +75,9 @@ def test_gradients_are_those_of_the_function() -> None:
 def test_half_precision_errs_by_its_own_rounding_only(dtype: torch.dtype) -> None:
     x, residual, weight, bias = (t.to(dtype) for t in draw(16, 256))
     x = x + 100  # statistics in half precision would lose this row's variance
-    out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS)
-    exact = formula(x.double() + residual.double(), weight.double(), bias.double())
+    x_bias = bias + 3
+    out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias)
+    exact = formula(x.double() + x_bias.double() + residual.double(), weight.double(), bias.double())
     assert out.dtype == dtype
     assert float(((out.double() - exact).abs() / (exact.abs() + 1e-2)).max()) < torch.finfo(dtype).eps
 
@@ -110,7 +113,7 @@ def with_gradients(
 ) -> list[Tensor]:
     """[output, gradients of ``inputs``] by a backend, or by ``eager``: PyTorch's own operations.
 
-    ``again`` is the gradient of the output's second copy.
+    ``again`` is the gradient of the second result, which is the first.
     """
     x, residual, weight, bias, *rest = leaves = [t.detach().requires_grad_() for t in inputs]
     x_bias = rest[0] if rest else None
@@ -122,7 +125,7 @@ def with_gradients(
     else:
         with backend.using(kernels):
             outs = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2)
-    assert outs[0].data_ptr() == outs[1].data_ptr()  # no copy is made
+    assert outs[0].data_ptr() == outs[1].data_ptr()
     used = 1 if again is None else 2
     return [outs[0].detach(), *torch.autograd.grad(outs[:used], leaves, [towards, again][:used])]
 
@@ -143,9 +146,25 @@ def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) 
 def test_kernels_err_at_most_twice_as_much_as_pytorch(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     inputs, towards, keys = inputs_of(tokens, hidden, dtype)
     check(inputs, towards, 0.1, keys)
-    if hidden == 129:  # what falls away without dropout does not depend on the shape
+    if hidden == 129:  # what falls away does not depend on the shape
         check(inputs, towards, 0.1, None)
         check(inputs[:4], towards, 0.1, keys)
+
+
+@pytest.mark.parametrize("given", range(16))
+def test_what_may_be_absent_is(given: int) -> None:
+    """The residual, x_bias, keys, and a gradient of the second result."""
+    inputs, towards, keys = inputs_of(3, 20, torch.float32)
+    found = []
+    for kernels in ("triton", "torch"):
+        x, residual, weight, bias, x_bias = leaves = [t.detach().requires_grad_() for t in inputs]
+        a, b, c = (t if given >> i & 1 else None for i, t in enumerate((residual, x_bias, keys)))
+        with backend.using(kernels):
+            outs = dropout_add_layer_norm(x, a, weight, bias, EPS, x_bias=b, dropout_p=0.3, keys=c, site=2)
+        used = 1 + (given >> 3)
+        torch.autograd.backward(outs[:used], [towards, towards.flip(1)][:used])
+        found.append([outs[0].detach(), *(t.grad for t in leaves if t.grad is not None)])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(("tokens", "hidden"), [(35, 20), (2, 1025)])
@@ -216,9 +235,10 @@ def test_epsilon_is_honoured_in_half_precision() -> None:
 def test_strides_change_nothing() -> None:
     inputs, towards, keys = inputs_of(5, 24, torch.float32)
     strided = [torch.stack([t, t], -1)[..., 0] for t in inputs]
-    expected = with_gradients("triton", inputs, towards, 0.3, keys)
+    both = torch.stack([towards, towards.flip(1)], -1)
+    expected = with_gradients("triton", inputs, towards, 0.3, keys, towards.flip(1))
     far = torch.stack([keys, keys], -1)[..., 0]
-    found = with_gradients("triton", strided, torch.stack([towards, towards], -1)[..., 1], 0.3, far)
+    found = with_gradients("triton", strided, both[..., 0], 0.3, far, both[..., 1])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -227,6 +247,11 @@ def test_no_tokens_give_no_output_and_zero_gradients() -> None:
     out, d_x, d_residual, *sums = with_gradients("triton", inputs, towards, 0.1, keys)
     assert out.shape == d_x.shape == d_residual.shape == (0, 8)
     assert [t.shape for t in sums] == [(8,)] * 3 and not any(t.any() for t in sums)
+    x, _, weight, bias, _ = (t.detach().requires_grad_() for t in inputs)
+    with backend.using("triton"):
+        out = layer_norm(x, weight, bias, EPS)
+    d_x, d_weight = torch.autograd.grad(out, [x, weight], towards)
+    assert d_x.shape == (0, 8) and not d_weight.any()
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
@@ -256,13 +281,40 @@ def test_a_residual_that_is_x_gets_both_gradients() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_the_second_copy_alone_has_the_gradients_of_the_first() -> None:
+def test_the_second_result_alone_has_the_gradients_of_the_first() -> None:
     (x, residual, weight, bias, _), towards, _ = inputs_of(4, 16, torch.float32)
     leaf = x.detach().requires_grad_()
     with backend.using("triton"):
         outs = dropout_add_layer_norm(leaf, residual, weight, bias, EPS)
     first, second = (torch.autograd.grad(out, leaf, towards, retain_graph=True)[0] for out in outs)
     assert torch.equal(first, second)
+
+
+def test_a_result_whose_memory_another_reads_is_not_changed_in_place() -> None:
+    (x, residual, weight, bias, _), _, _ = inputs_of(4, 16, torch.float32)
+    for changed in range(2):
+        with backend.using("triton"):
+            outs = dropout_add_layer_norm(x.detach().requires_grad_(), residual, weight, bias, EPS)
+        with pytest.raises(RuntimeError, match="is a view"):
+            torch.autograd.backward((outs[changed].mul_(2) + outs[1 - changed]).sum())
+
+
+def test_where_no_gradient_comes_none_goes() -> None:
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> None:
+            return None
+
+    (x, residual, weight, bias, _), towards, _ = inputs_of(4, 16, torch.float32)
+    leaf = x.detach().requires_grad_()
+    with backend.using("triton"):
+        out, _ = dropout_add_layer_norm(leaf, residual, weight, bias, EPS)
+    torch.autograd.backward(Stop.apply(out), towards)  # type: ignore[no-untyped-call]
+    assert leaf.grad is None
 
 
 def test_without_gradients_the_output_is_the_same() -> None:
@@ -304,3 +356,5 @@ def test_keys_of_other_tokens_are_refused() -> None:
     x = torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"int32 \(2, 2\); they must be int32 \(3, 2\)"):
         dropout_add_layer_norm(x, None, x[0], x[0], EPS, dropout_p=0.1, keys=keys_of(2))
+    with pytest.raises(ValueError, match=r"torch.int64 \(3, 2\); they must be int32"):
+        dropout_add_layer_norm(x, None, x[0], x[0], EPS, dropout_p=0.1, keys=keys_of(3).long())

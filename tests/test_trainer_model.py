@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForPreTraining, BertModel
 
-from kernels import dropout
+from kernels import backend, dropout
 from trainer.batch import IGNORED, MicroBatch
 from trainer.export import TOLERANCE, padded_logits, random_batch, read_folder
 from trainer.hugging_face import from_hugging_face
@@ -89,6 +89,26 @@ def test_imported_weights_give_transformers_logits(gelu: str, hidden_act: str) -
         batch = random_batch(model, seed)
         for mine, his in zip(ours.logits(batch), padded_logits(theirs, batch), strict=True):
             assert float((mine - his).abs().max() / his.abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_imported_weights_get_transformers_gradients(kernels: str) -> None:
+    torch.manual_seed(0)
+    theirs, ours, batch = BertForPreTraining(hugging_face_config(TINY)).eval(), Bert(TINY), random_batch(TINY, 0)
+    ours.load_state_dict(from_hugging_face(theirs.state_dict(), TINY))
+    device = torch.device("cuda" if kernels == "triton" and torch.cuda.is_available() else "cpu")
+    with backend.using(kernels):
+        mine = ours.to(device).logits(batch.to(device))
+        for logits in (mine, padded_logits(theirs, batch)):
+            torch.autograd.backward([t.square().sum() for t in logits])
+    ours.cpu()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    expected["cls.predictions.decoder.weight"] = expected["bert.embeddings.word_embeddings.weight"]
+    expected["cls.predictions.decoder.bias"] = expected["cls.predictions.bias"]
+    for name, gradient in from_hugging_face(expected, TINY).items():
+        bound = 1e-4 * float(gradient.abs().max()) + 1e-5
+        found = ours.get_parameter(name).grad
+        torch.testing.assert_close(found, gradient, rtol=1e-3, atol=bound, msg=name)
 
 
 @torch.no_grad()

@@ -170,7 +170,7 @@ def pooled(model: Bert, batch: Rows, places: Tensor, pooling: Pooling, control: 
     """(B, D), or (P, D) of single tokens; four times as wide for "concat4", which goes from the lowest layer up."""
     layers: list[Tensor] = []
     wanted = [] if pooling.layers == "last" else list(model.layers)[-_FOUR:]
-    hooks = [layer.register_forward_hook(lambda *call: layers.append(call[-1][0])) for layer in wanted]
+    hooks = [layer.register_forward_hook(lambda layer, inputs, outputs: layers.append(outputs[0])) for layer in wanted]
     try:
         x = model.encode(batch)  # (T, D)
     finally:

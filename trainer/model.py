@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -114,8 +115,12 @@ class Layer(nn.Module):
         self.mlp_norm_bias = parameter(hidden)
 
     def forward(self, x: Tensor, residual: Tensor, batch: Rows, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(T, D), twice, as the layer before gives it -> likewise; ``keys`` (T, 2) int32 or None."""
-        model, site, eps = self.model, self.site, self.model.layer_norm_eps
+        """``x`` and ``residual`` are one (T, D), apart so that their gradients are; so are the two results.
+
+        ``keys`` (T, 2) int32 or None.
+        """
+        model, site = self.model, self.site
+        add = partial(dropout_add_layer_norm, eps=model.layer_norm_eps, dropout_p=model.dropout, keys=keys)
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias)  # (T, 3D)
         qkv = qkv.view(-1, 3, model.heads, model.hidden // model.heads)  # (T, 3, N, H)
         mixed = attention(
@@ -127,30 +132,12 @@ class Layer(nn.Module):
             site=site + ATTENTION,
         )  # (T, N, H)
         y = F.linear(mixed.flatten(1), self.attention_out_weight)  # (T, D)
-        x, residual = dropout_add_layer_norm(
-            y,
-            residual,
-            self.attention_norm_weight,
-            self.attention_norm_bias,
-            eps,
-            x_bias=self.attention_out_bias,
-            dropout_p=model.dropout,
-            keys=keys,
-            site=site + ATTENTION_OUT,
-        )
+        norm = self.attention_norm_weight, self.attention_norm_bias
+        x, residual = add(y, residual, *norm, x_bias=self.attention_out_bias, site=site + ATTENTION_OUT)
         y = bias_gelu(F.linear(x, self.mlp_in_weight), self.mlp_in_bias, model.gelu)  # (T, F)
         y = F.linear(y, self.mlp_out_weight)  # (T, D)
-        return dropout_add_layer_norm(
-            y,
-            residual,
-            self.mlp_norm_weight,
-            self.mlp_norm_bias,
-            eps,
-            x_bias=self.mlp_out_bias,
-            dropout_p=model.dropout,
-            keys=keys,
-            site=site + MLP_OUT,
-        )
+        norm = self.mlp_norm_weight, self.mlp_norm_bias
+        return add(y, residual, *norm, x_bias=self.mlp_out_bias, site=site + MLP_OUT)
 
 
 class Encoder(nn.Module):
@@ -196,7 +183,7 @@ class Encoder(nn.Module):
         if batch.max_seqlen > model.max_positions:
             seen = f"max_seqlen is {batch.max_seqlen}"
             raise ValueError(f"{seen}; the model has {model.max_positions} positions")
-        x = embed(
+        x = residual = embed(
             batch.tokens,
             batch.segments,
             batch.positions,
@@ -209,7 +196,6 @@ class Encoder(nn.Module):
             dropout_p=model.dropout,
             keys=keys,
         )  # (T, D)
-        residual = x
         for layer in self.layers:
             x, residual = layer(x, residual, batch, keys)
         return x
