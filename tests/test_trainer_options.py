@@ -193,11 +193,18 @@ def test_a_wrong_value_takes_one_line(
     assert end.value.code == 2 and line.startswith(f"trainer.{name}: error: {said}")
 
 
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_result_that_cannot_be_printed_takes_one_line(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    run: Path,
+    tiny_shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    own = Path(shutil.copytree(run, tmp_path / "run"))
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
-        assert command("fill_mask", run, tmp_path) == 2
-    said = "trainer.fill_mask: error: the standard output cannot be written: No space left on device\n"
-    assert capsys.readouterr().err == said  # and nothing when the file was closed
+        assert command(name, own, tiny_shards) == 2
+    said = f"trainer.{name}: error: the standard output cannot be written: No space left on device"
+    assert capsys.readouterr().err.splitlines()[-1] == said  # and nothing when the file was closed

@@ -37,7 +37,7 @@ from trainer.errors import TrainerError
 from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, fit, pack
 from trainer.model import Bert, pool
-from trainer.options import OneLineParser, add_kernels, one_line
+from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.vectors import Part, Text, write_npy, write_parquet
 from trainer.weights import load_bert, require_new
 
@@ -291,7 +291,7 @@ def _run(options: argparse.Namespace, single: bool, texts: Iterable[Text]) -> No
     parts = _told(parts, f"kernels: {kernels.name} ({kernels.reason})")
     with replacing(options.out) as file:
         _WRITERS[options.out.suffix](file, parts, tokenizer.pieces if single else None)
-    print(options.out)
+    print_result(str(options.out))
 
 
 @contextmanager

@@ -249,30 +249,29 @@ def main(arguments: list[str] | None = None) -> int:
             command = partial(_evaluate_command, options, cache, world)
             if world.size > 1:
                 return _on_ranks(command, world)
-            figures = command()
+            print_result(json.dumps(command(), indent=1))
     except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
         print(f"trainer.evaluate: error: {one_line(error)}", file=sys.stderr)
         return 2
-    return print_result(json.dumps(figures, indent=1), "trainer.evaluate")
+    return 0
 
 
 def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn:
     """The command among other ranks; rank 0 prints. Ends the process."""
     from trainer.__main__ import guard
 
-    def meet_and_run() -> dict[str, float]:
+    def meet_and_run() -> None:
         join(world, _TIMEOUT)
         together(lambda: None, world)  # a rank that fails by itself at once would leave others behind in the meeting
         try:
-            return command()
+            figures = command()
         except DataError as error:
             raise TrainerError(one_line(error)) from None
+        together(lambda: print_result(json.dumps(figures, indent=1)) if world.is_main else None, world)
 
-    figures = guard(world, meet_and_run)
-    if world.is_main:
-        print(json.dumps(figures, indent=1), flush=True)
+    guard(world, meet_and_run)
     leave(DONE)
 
 

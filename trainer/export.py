@@ -32,7 +32,7 @@ from trainer.errors import TrainerError
 from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face, unused_names
 from trainer.model import Bert, ModelConfig
 from trainer.model_card import write_card
-from trainer.options import OneLineParser, one_line
+from trainer.options import OneLineParser, one_line, print_result
 from trainer.vocabulary import tokenizer_of
 
 TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the largest logit
@@ -343,7 +343,7 @@ def _run(options: argparse.Namespace) -> None:
             "transformers finds every name, and its logits differ from the checkpoint's by at most "
             f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {TOLERANCE:.0e} is allowed"
         )
-    print("\n".join(said))
+    print_result("\n".join(said))
 
 
 if __name__ == "__main__":

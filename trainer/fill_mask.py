@@ -7,6 +7,7 @@ A text may hold several [MASK]s; each is answered by itself, with the others lef
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,13 @@ def _example(text: str, tokenizer: Tokenizer, longest: int) -> Example:
     return Example(tuple(tokens), (0,) * len(tokens), tuple(places))
 
 
+def _lines(texts: list[str], answers: list[list[Answer]]) -> Iterator[str]:
+    for text, places in zip(texts, answers, strict=True):
+        yield text
+        for best in places:
+            yield "    " + "  ".join(f"{token} {share:.1%}" for token, share in best)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; 0, or 2 after one line."""
     parser = OneLineParser(prog="python -m trainer.fill_mask", description="Fill [MASK] in texts.")
@@ -87,13 +95,11 @@ def main(arguments: list[str] | None = None) -> int:
             if "MLM head" in missing:
                 raise TrainerError(f"{options.model} has no MLM head, which alone knows tokens: name one that has it")
             answers = fill_masks(model, load_tokenizer(folder), options.texts, options.top)
+        print_result("\n".join(_lines(options.texts, answers)))
     except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
         print(f"trainer.fill_mask: error: {one_line(error)}", file=sys.stderr)
         return 2
-    lines = []
-    for text, places in zip(options.texts, answers, strict=True):
-        lines += [text, *("    " + "  ".join(f"{token} {share:.1%}" for token, share in best) for best in places)]
-    return print_result("\n".join(lines), "trainer.fill_mask")
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from kernels import backend
-from trainer.exits import DONE, REFUSED
+from trainer.errors import TrainerError
+from trainer.exits import REFUSED
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,16 +34,14 @@ def add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", choices=backend.CHOICES, default="auto", help=text)
 
 
-def print_result(text: str, command: str) -> int:
-    """Print what ``command`` came to. Its exit code: 0, or 2 after one line where the standard output takes no more."""
+def print_result(text: str) -> None:
+    """Print what a command came to. Raises TrainerError where the standard output takes no more."""
     try:
         print(text, flush=True)
     except OSError as error:
         with suppress(OSError):  # what it still holds would be written again as the process ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"{command}: error: the standard output cannot be written: {error.strerror}", file=sys.stderr)
-        return REFUSED
-    return DONE
+        raise TrainerError(f"the standard output cannot be written: {error.strerror}") from None
 
 
 def one_line(error: object) -> str:

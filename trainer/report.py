@@ -58,14 +58,15 @@ def main(arguments: list[str] | None = None) -> int:
         with rc_context(STYLE):
             draw(history, str(folder), references).savefig(part := path.with_suffix(".part"), dpi=100, format="png")
         part.replace(path)
+        told = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
+        print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in told)]))
     except TrainerError as error:
         print(f"trainer.report: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"trainer.report: error: {path} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
-    told = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
-    return print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in told)]), "trainer.report")
+    return 0
 
 
 # ---- in words ------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from trainer.export import read_folder
 from trainer.hugging_face import missing_heads
 from trainer.model import Bert, Encoder, ModelConfig
 from trainer.optimizer import LambertOptimizer
-from trainer.options import OneLineParser, one_line
+from trainer.options import OneLineParser, one_line, print_result
 from trainer.partition import fill_masters
 
 PLAIN = "weights.safetensors"  # in a folder of fine-tuning, where no class of transformers' has its head
@@ -255,10 +255,10 @@ def main(arguments: list[str] | None = None) -> int:
         beside = found.folder.parent / TOKENIZER_FOLDER
         tokenizer = load_tokenizer(beside).sha256() if beside.is_dir() else None
         write(weights, ModelConfig(**found.record["config"]["model"]), options.out, tokenizer)
+        print_result(f"{options.out}: {found.folder}")
     except (TrainerError, DataError, OSError, SafetensorError) as error:
         print(f"trainer.weights: error: {one_line(error)}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {found.folder}")
     return 0
 
 
