@@ -1,11 +1,12 @@
-"""What could be joined to a projection: GELU in its epilogue, and the gradient of its bias, beside what is done now.
+"""What could be joined to a projection: GELU in its epilogue, and the gradient of its bias, beside PyTorch's own.
 
     python -m kernels.epilogue_bench
 
 BERT-Large's first feed-forward product, 32,768 tokens, fp16: (T, 1,024) @ (1,024, 4,096). Backward needs the value
 before GELU, so an epilogue writes two results. cuBLASLt's epilogue has the tanh form alone, and PyTorch's binding does
 not give the value before it: its row is a bound, not a candidate. Then the gradient of a projection's bias, the sum of
-(T, N) over T, by PyTorch, by a kernel in two passes of several shapes, and, as a bound, the time of reading it once.
+(T, N) over T, by PyTorch, by a kernel in two passes of several shapes, and, as a bound, the time of reading it once:
+qkv's is PyTorch's, the others LayerNorm and GELU add up as they read them.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side
         [
             Curve("LAMB, rate 1.4e-3", (0,), rate=1.4e-3, warmup=80),
             Curve("LAMB, rate 2.5e-3", (0,), rate=2.5e-3, warmup=80),
-            Curve("Adam, rate 6e-4", (0,), optimizer="adam", rate=6e-4, warmup=80),
+            Curve("Adam, rate 6e-4", (0,), optimizer="adam", warmup=80),
         ]
     ],
     "stages": [
