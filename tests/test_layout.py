@@ -129,6 +129,17 @@ def test_no_file_hides_one_of_the_standard_library() -> None:
     assert not hidden + vague
 
 
+def test_the_style_is_the_same_where_folders_are_named_as_modules_are(tmp_path: Path) -> None:
+    """A run's folder, runs, once turned the order of imports in a file of tests into a fault."""
+    (tmp_path / "tests").mkdir()
+    for path in [ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py")]:
+        (tmp_path / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+        (tmp_path / path.stem).mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 # ---- budgets -------------------------------------------------------------------------------------------------
 
 
