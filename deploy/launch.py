@@ -29,6 +29,7 @@ from typing import NoReturn
 from deploy.node import SETTINGS, LaunchError, read_node
 from deploy.reasons import End, describe, judge, leave_message
 from trainer.exits import DONE, FAILED, REFUSED, STOPPED
+from trainer.streams import write_whole_lines
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TERMINATION_LOG = Path("/dev/termination-log")  # where Kubernetes looks for a last message
@@ -43,6 +44,7 @@ Outcome = tuple[int, str, bool]  # the exit code, the reason, and whether a rank
 
 def main() -> NoReturn:
     """Run the command line."""
+    write_whole_lines()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the children's ends with it
     # what is ignored stays so: under nohup, or as a shell's job in the background
     stops = {number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN}

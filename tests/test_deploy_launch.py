@@ -46,6 +46,8 @@ IN_A_HURRY = ("-c", "from deploy import launch; launch.NOTICE = launch.LAST = la
 # A rank of these tests: it runs the argument of its number.
 PROGRAM = """
 import os, signal, sys, time
+from trainer.streams import write_whole_lines
+write_whole_lines()  # both ranks print into one log
 def say(text):
     print(text, file=sys.stderr, flush=True)
     with open(os.environ["LAMBERT_LAST_WORDS"], "w") as file:

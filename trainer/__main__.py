@@ -21,6 +21,7 @@ from trainer.journal import say
 from trainer.network import ports
 from trainer.options import OneLineParser
 from trainer.state import TrainState
+from trainer.streams import write_whole_lines
 from trainer.train import train
 from trainer.world import (
     World,
@@ -40,6 +41,7 @@ Result = TypeVar("Result")
 
 def main() -> None:
     """Read the configuration, meet the other ranks, train. The exit codes are in :mod:`trainer.exits`."""
+    write_whole_lines()
     parser = OneLineParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")

@@ -43,6 +43,7 @@ from trainer.loader import Loader, filler
 from trainer.model import Bert, ModelConfig, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
+from trainer.streams import write_whole_lines
 from trainer.vocabulary import require_vocabulary
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
 
@@ -226,6 +227,7 @@ def evaluate_context(model: Bert, loader: Loader, counts: Tensor, device: torch.
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line: one process, or as many as a launcher starts, on GPUs where there are some."""
+    write_whole_lines()
     parser = OneLineParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")

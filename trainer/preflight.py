@@ -33,6 +33,7 @@ from trainer.meeting import numbers
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, ports
 from trainer.options import OneLineParser
+from trainer.streams import write_whole_lines
 from trainer.weights import fitting
 from trainer.world import World, leave, nccl_said, require_shared, settings, together
 
@@ -42,6 +43,7 @@ TRIES = 5
 
 def main() -> None:
     """Check, and say what was found. Exit code 0 when the run can start, 2 with a line where it cannot."""
+    write_whole_lines()
     parser = OneLineParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")

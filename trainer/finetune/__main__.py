@@ -33,6 +33,7 @@ from trainer.journal import say
 from trainer.lock import PATIENCE, hold
 from trainer.options import one_line
 from trainer.stop import Stop
+from trainer.streams import write_whole_lines
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
 
 STOP_STEPS = 10  # between two looks whether a rank was asked to stop
@@ -40,6 +41,7 @@ STOP_STEPS = 10  # between two looks whether a rank was asked to stop
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read everything, meet the other ranks, run. The exit codes are in :mod:`trainer.exits`."""
+    write_whole_lines()
     faulthandler.enable()
     options, world, job, test = prepare(arguments)
     whole = guard(world, partial(run, options, world, job, test))
