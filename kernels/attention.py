@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import attention_block, attention_tiled, dropout
 from kernels.backend import fused
+from kernels.first_derivative import first_derivative_only
 
 SEQUENCES = 65535  # that a launch may have: they are the second axis of a grid
 
@@ -82,7 +82,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         d_qkv = ctx.kernels.backward(d_out.contiguous(), *ctx.saved_tensors, *ctx.constants)
         return d_qkv, None, None, None, None, None

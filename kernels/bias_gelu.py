@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.backend import fused, tl, triton
+from kernels.first_derivative import first_derivative_only
 from kernels.partials import add_partials
 
 APPROXIMATIONS = ("none", "tanh")
@@ -161,7 +161,7 @@ class _BiasGelu(torch.autograd.Function):
         return _forward(x, bias, approximate)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         return *_backward(d_out.contiguous(), x, bias, ctx.approximate, ctx.needs_input_grad), None

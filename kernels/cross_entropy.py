@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.backend import fused, tl, triton
+from kernels.first_derivative import first_derivative_only
 
 IGNORED = -100  # label of a row without a target (PyTorch's own convention)
 NO_TARGET = tl.constexpr(IGNORED)
@@ -189,7 +189,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, correct
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, kept = ctx.saved_tensors  # raises if a backward has used the logits up
         gradient = logits.detach() if ctx.reuse else torch.empty_like(logits)

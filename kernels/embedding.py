@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import dropout
 from kernels.backend import fused, tl, triton
+from kernels.first_derivative import first_derivative_only
 from kernels.layer_norm import Launch, Mask, gradient_of_z, layer_norm_reference, normalised
 from kernels.partials import add_partials
 
@@ -303,7 +303,7 @@ class _Embed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         indices, tables, rest = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6:]
         d_sum, d_weight, d_bias = _backward(d_out.contiguous(), indices, tables, rest, ctx.mask)

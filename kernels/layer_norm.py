@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels import dropout
 from kernels.backend import fused, tl, triton
+from kernels.first_derivative import first_derivative_only
 from kernels.partials import add_partials
 
 Mask = tuple[int, int, float]  # site, cut and gain of a dropout, as the kernels take them
@@ -285,7 +285,7 @@ class _LayerNorm(torch.autograd.Function):
         return out, out.view_as(out)  # so that autograd refuses changes in place
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:
         there = [d.contiguous() for d in d_outs if d is not None]  # of a result that nobody used there is none
         if not there:
