@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend, dropout
+from kernels import layer_norm as module
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from kernels.partials import add_partials
 
@@ -288,6 +290,16 @@ def test_the_second_result_alone_has_the_gradients_of_the_first() -> None:
         outs = dropout_add_layer_norm(leaf, residual, weight, bias, EPS)
     first, second = (torch.autograd.grad(out, leaf, towards, retain_graph=True)[0] for out in outs)
     assert torch.equal(first, second)
+
+
+def test_a_result_that_nobody_used_is_not_read_as_zeros() -> None:
+    """Its gradient would be another pass over memory: the kernel is given none."""
+    (x, residual, weight, bias, _), towards, _ = inputs_of(4, 16, torch.float32)
+    with unittest.mock.patch.object(module, "_backward", wraps=module._backward) as backward, backend.using("triton"):
+        outs = dropout_add_layer_norm(x.detach().requires_grad_(), residual, weight, bias, EPS)
+        for out in outs:
+            torch.autograd.backward(out, towards, retain_graph=True)
+    assert [[d is None for d in call.args[0]] for call in backward.call_args_list] == [[False, True]] * 2
 
 
 def test_a_result_whose_memory_another_reads_is_not_changed_in_place() -> None:
