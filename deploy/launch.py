@@ -29,7 +29,7 @@ from typing import NoReturn
 from deploy.node import SETTINGS, LaunchError, read_node
 from deploy.reasons import End, describe, judge, leave_message
 from trainer.exits import DONE, FAILED, REFUSED, STOPPED
-from trainer.streams import write_whole_lines
+from trainer.streams import end_process, say_error, write_whole_lines
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TERMINATION_LOG = Path("/dev/termination-log")  # where Kubernetes looks for a last message
@@ -59,17 +59,17 @@ def main() -> NoReturn:
         code, reason, said = error.code, str(error), False
     clear()
     if reason and not said:
-        print(reason, file=sys.stderr, flush=True)
+        say_error(reason)
     if reason and (options.termination_log or TERMINATION_LOG.exists()):
         leave_message(reason, options.termination_log or TERMINATION_LOG)
-    sys.exit(code)
+    end_process(code)
 
 
 def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals], folder: Path) -> Outcome:
     """Start the ranks and wait for them. ``folder`` is for files of this run alone. Raises LaunchError."""
     given = {option: vars(options)[option.strip("-").replace("-", "_")] for option in SETTINGS}
     node = read_node(given, os.environ, partial(count_gpus, folder / "gpus", stops))
-    print(f"lambert: {node}", file=sys.stderr, flush=True)
+    say_error(f"lambert: {node}")
     threads = max(1, len(os.sched_getaffinity(0)) // node.ranks)
     running: dict[int, int] = {}
     for local_rank in range(node.ranks):
@@ -104,7 +104,7 @@ def watch(running: dict[int, int], stops: set[signal.Signals], grace: float) -> 
                     end_at = min(end_at, now + (REFUSAL if code == REFUSED else NOTICE))
         if taken and taken.si_signo in stops and not asked:
             asked, kill_at = True, min(kill_at, now + grace)
-            print(f"lambert: {signal.Signals(taken.si_signo).name}: stopping", file=sys.stderr, flush=True)
+            say_error(f"lambert: {signal.Signals(taken.si_signo).name}: stopping")
             send(signal.SIGTERM, running, sent)
         if now >= end_at:
             end_at, kill_at = math.inf, min(kill_at, now + LAST)
@@ -147,7 +147,7 @@ def start(command: list[str], environ: dict[str, str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execve(command[0], command, environ)
     except OSError as error:
-        print(f"lambert: error: cannot start {command[0]}: {error}", file=sys.stderr, flush=True)
+        say_error(f"lambert: error: cannot start {command[0]}: {error}")
     finally:
         os._exit(FAILED)
 

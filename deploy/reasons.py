@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.exits import DONE, FAILED, LOST, REFUSED, STOPPED
+from trainer.streams import say_error
 
 ROOM = 4096  # bytes of a termination message that Kubernetes keeps
 HINTS: dict[int, str] = {
@@ -81,4 +81,4 @@ def leave_message(text: str, path: Path) -> None:
     try:
         path.write_text(text.encode()[:ROOM].decode(errors="ignore"), encoding="utf-8")
     except OSError as error:
-        print(f"lambert: cannot write the termination log: {error}", file=sys.stderr, flush=True)
+        say_error(f"lambert: cannot write the termination log: {error}")

@@ -347,6 +347,19 @@ def test_a_stop_is_passed_on_once(launch: Callable[..., Launched], first: bool) 
     assert output[-2:] == ["lambert: SIGTERM: stopping", run.message.read_text()]
 
 
+def test_a_log_that_is_gone_changes_no_end(launch: Callable[..., Launched]) -> None:
+    """Its disk is full, or whoever read it has left: lines are lost, but no stop, and no exit code."""
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); "
+    run = launch(*of("hear()", "hear()"), by=("-c", full + IN_A_HURRY[1]))
+    run.says("ready", times=2)
+    run.signal(signal.SIGTERM)
+    assert run.end() == (75, ["ready", "ready"])
+    assert run.message.read_text() == "lambert: stopped at a step's border and saved: the same command goes on"
+    run = launch("--config", "nowhere", by=("-c", full + "os.dup2(2, 1); " + IN_A_HURRY[1]))
+    assert run.end() == (2, [])
+    assert "no configuration at nowhere" in run.message.read_text()  # the rank said it to its supervisor, too
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_other_signals_ask_for_the_same(launch: Callable[..., Launched], number: signal.Signals) -> None:
     run = launch(*of("hear()"), by=("-c", "import signal; signal.signal(2, signal.SIG_DFL); " + IN_A_HURRY[1]))

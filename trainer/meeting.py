@@ -7,7 +7,6 @@ some are missing it says which.
 from __future__ import annotations
 
 import json
-import sys
 import time
 import uuid
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.errors import LostError, TrainerError
+from trainer.streams import say_error
 
 SAY_SECONDS = 10.0  # between two lines about those who are missing, doubled each time
 LOOK_SECONDS = 0.2  # between two looks
@@ -116,7 +116,7 @@ def _await_all(store: dist.Store, meeting: Meeting, deadline: float) -> list[tup
             )
         if now - began > pause:
             pause *= 2
-            print(f"lambert: waiting for {said} at {meeting.place}", file=sys.stderr, flush=True)
+            say_error(f"lambert: waiting for {said} at {meeting.place}")
         time.sleep(LOOK_SECONDS)
     return [json.loads(store.get(f"account/{rank}")) for rank in range(meeting.size)]
 

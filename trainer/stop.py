@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from concurrent import futures
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.exits import LOST
+from trainer.streams import say_error
 from trainer.world import World, leave, say_last
 
 PATIENCE = 2.0  # seconds for a rank to say by itself that it lost another one
@@ -88,7 +88,7 @@ class Stop:
             ready = _first(signals, *launchers)
             if set(ready) & set(launchers):
                 self.asked = True
-                print(f"trainer: rank {self.world.rank}: the launcher is gone: stopping", file=sys.stderr, flush=True)
+                say_error(f"trainer: rank {self.world.rank}: the launcher is gone: stopping")
                 break
         if not others:
             return

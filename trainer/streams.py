@@ -1,9 +1,12 @@
-"""What a process prints: lines, each of them whole."""
+"""What a rank or its supervisor prints: lines, each of them whole, none of them worth a run."""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 
 def write_whole_lines() -> None:
@@ -15,3 +18,17 @@ def write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def say_error(line: str) -> None:
+    """Print a line to stderr. Where that is gone, a launcher's pipe or a disk that is full, the line is lost."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with ``code``, without the interpreter's teardown: its code is 120 where a stream is gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)

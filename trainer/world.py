@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from trainer.errors import LostError, TrainerError
 from trainer.launchers import describe
 from trainer.meeting import Account, Meeting, meet
+from trainer.streams import end_process, say_error
 
 Result = TypeVar("Result")
 LONGEST = 30 * 24 * 3600  # seconds that ranks may wait for one another: more is a slip, and overflows clocks
@@ -286,7 +286,7 @@ def operation(error: BaseException) -> str:
 
 def say_last(message: str) -> None:
     """A rank's last line: to stderr, and into the file that a supervisor asked for (``LAMBERT_LAST_WORDS``)."""
-    print(message, file=sys.stderr, flush=True)
+    say_error(message)
     if path := os.environ.get("LAMBERT_LAST_WORDS"):
         with suppress(OSError):  # it is on stderr
             Path(path).write_text(message + "\n", encoding="utf-8")
@@ -300,9 +300,7 @@ def leave(code: int) -> NoReturn:
     if code == 0 and dist.is_initialized():  # a rank that failed alone would wait for the others here
         dist.barrier()
         dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(code)
 
 
 def _gpu(device: torch.device) -> tuple[str, str]:
