@@ -362,7 +362,8 @@ def test_a_log_that_is_gone_changes_no_end(launch: Callable[..., Launched]) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_other_signals_ask_for_the_same(launch: Callable[..., Launched], number: signal.Signals) -> None:
-    run = launch(*of("hear()"), by=("-c", "import signal; signal.signal(2, signal.SIG_DFL); " + IN_A_HURRY[1]))
+    heard = f"import signal; signal.signal({int(number)}, signal.SIG_DFL); "  # under nohup it would stay ignored
+    run = launch(*of("hear()"), by=("-c", heard + IN_A_HURRY[1]))
     run.says("ready")
     run.signal(number)
     assert run.end()[0] == 75
