@@ -153,6 +153,17 @@ def test_a_stop_is_saved_and_leaves_nothing_behind(
         assert "the launcher is gone: stopping" in output
 
 
+def test_a_stop_is_saved_though_nobody_reads_the_log_any_more(start: Callable[[list[str]], Started]) -> None:
+    """As when a launcher that passes the output on was killed: whatever is printed raises BrokenPipeError."""
+    run = start(COMMANDS["alone"])
+    run.wait(run.training)
+    assert run.process.stdout is not None
+    run.process.stdout.close()
+    run.process.terminate()
+    assert run.process.wait(TIMEOUT) == 75
+    assert json.loads((run.folder / "ended.json").read_text())["how"] == "stopped"
+
+
 def test_the_first_process_ends_at_a_signal_while_it_starts(start: Callable[[list[str]], Started]) -> None:
     run = start([*container(), *COMMANDS["alone"]])
 
