@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 
 from data_prep.build import build
@@ -18,6 +19,7 @@ from data_prep.manifest import load_manifest
 from data_prep.metrics import Figures, check_textfile, push, serve, write_textfile
 from data_prep.options import Parser, check_place, check_range
 from data_prep.settings import CHOICES, Settings, make_settings
+from data_prep.streams import flush, say_error
 from data_prep.tokenizer import LARGEST_MULTIPLE, LARGEST_VOCABULARY, train_tokenizer
 from data_prep.verify import verify
 from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
@@ -45,12 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        code = int(options.command(options))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # who read our output has seen enough, as `inspect ... | head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return int(options.command(options))
     except DataError as error:
         _complain(str(error))
         return BAD_INPUT
@@ -76,7 +73,7 @@ def _vocab(options: argparse.Namespace) -> int:
     tokenizer = train_tokenizer(paragraphs, options.size, options.cased, options.multiple_of)
     tokenizer.save(options.out)
     few = "" if tokenizer.vocab_size >= options.size else f", fewer than {options.size:,}: the text has no more"
-    print(f"{options.out}: {tokenizer.vocab_size:,} pieces{few}")
+    _say(f"{options.out}: {tokenizer.vocab_size:,} pieces{few}")
     return 0
 
 
@@ -95,9 +92,9 @@ def _build(options: argparse.Namespace) -> int:
     if options.metrics_file:
         write_textfile(figures, options.metrics_file)
     seconds = time.monotonic() - start
-    print("\n".join([*describe(manifest), f"{options.out}: whole, in {seconds:.1f} s"]))
+    _say("\n".join([*describe(manifest), f"{options.out}: whole, in {seconds:.1f} s"]))
     for line in warnings(manifest):
-        print(f"data_prep: warning: {line}", file=sys.stderr)
+        say_error(f"data_prep: warning: {line}")
     return 0
 
 
@@ -112,7 +109,7 @@ def _verify(options: argparse.Namespace) -> int:
             _complain(problem)
             code = BAD_INPUT
         if not problems:
-            print(f"{folder}: whole, {load_manifest(folder).counts.samples:,} samples")
+            _say(f"{folder}: whole, {load_manifest(folder).counts.samples:,} samples")
     return code
 
 
@@ -120,15 +117,14 @@ def _inspect(options: argparse.Namespace) -> int:
     check_range("--samples", options.samples, 0)
     if options.picture:
         check_place("--picture", options.picture, ".png")
-    for line in describe(load_manifest(options.folder)):
-        print(line)
-    for line in show_samples(options.folder, options.samples):
-        print(line)
+    for line in chain(describe(load_manifest(options.folder)), show_samples(options.folder, options.samples)):
+        if not _say(line):
+            break
     if options.picture:
         from data_prep.picture import draw
 
         draw(options.folder, options.picture)
-        print(f"{options.picture}: drawn")
+        _say(f"{options.picture}: drawn")
     return 0
 
 
@@ -136,12 +132,21 @@ def _publish(options: argparse.Namespace) -> int:
     from data_prep.publish import publish
 
     done = publish(options.folder, options.url, PUBLISHERS)
-    print(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all proved; {done.sent:,} sent now")
+    _say(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all proved; {done.sent:,} sent now")
     return 0
 
 
+def _say(text: str) -> bool:
+    """Print a result. False where its reader has seen enough, as in ``inspect … | head``: no error of the command's."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        return False
+    return True
+
+
 def _complain(problem: str) -> None:
-    print(f"data_prep: error: {problem}", file=sys.stderr)
+    say_error(f"data_prep: error: {problem}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -230,4 +235,6 @@ def _add_build(build_parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(on_ranks(main))
+    code = on_ranks(main)
+    flush()
+    sys.exit(code)

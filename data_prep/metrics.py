@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from data_prep.errors import DataError
 from data_prep.options import check_place
+from data_prep.streams import say_error
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -207,10 +207,8 @@ def _push(send: Callable[..., None], gateway: str, registry: CollectorRegistry, 
         send(gateway, JOB, registry, {"dataset": dataset}, PUSH_SECONDS)
     except (OSError, HTTPException, ValueError) as error:
         reason = " ".join(str(error).split())
-        print(
-            f"data_prep: warning: --metrics-push {gateway} took nothing ({reason}); the same command pushes again",
-            file=sys.stderr,
-        )
+        said = f"--metrics-push {gateway} took nothing ({reason}); the same command pushes again"
+        say_error(f"data_prep: warning: {said}")
 
 
 def _registry(figures: Figures, option: str) -> CollectorRegistry:

@@ -19,11 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from data_prep.errors import KilledError
+from data_prep.streams import flush, say_error
 
 if TYPE_CHECKING:  # nothing of MPI or of other processes is loaded without need
     from concurrent.futures import Executor, Future
@@ -173,7 +174,7 @@ def show_progress(
             yield item
     except BaseException:
         if terminal and shown > start:
-            print(file=sys.stderr)  # the error gets a line of its own
+            say_error("")  # the error gets a line of its own
         raise
     seconds = time.monotonic() - start
     _show(_parts(stage, unit, done, seconds, done / max(seconds, 1e-9), None), "\n")
@@ -189,12 +190,13 @@ def _parts(stage: str, unit: str, done: float, seconds: float, rate: float, tota
 
 def _show(parts: list[str], end: str) -> None:
     line = "".join(parts)
-    if sys.stderr.isatty():
-        width = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1
-        if len(line) > width:  # a line that wraps can't be rewritten
-            line = f"{parts[0]}{parts[2]}"[:width]
-        line = line.ljust(width)
-    print(line, end=end, file=sys.stderr, flush=True)
+    with suppress(OSError):  # whoever read it has left
+        if sys.stderr.isatty():
+            width = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1
+            if len(line) > width:  # a line that wraps can't be rewritten
+                line = f"{parts[0]}{parts[2]}"[:width]
+            line = line.ljust(width)
+        print(line, end=end, file=sys.stderr, flush=True)
 
 
 def _span(seconds: float, digits: int) -> str:
@@ -280,7 +282,7 @@ def _refuse_ranks() -> int:
         if int(os.environ.get(name, 1)) > 1:
             if os.environ.get(name.replace("SIZE", "RANK"), "0") == "0":
                 line = "mpirun -n K python -m mpi4py -m data_prep ..."
-                print(f"data_prep: error: one of {os.environ[name]} ranks; run it as {line}", file=sys.stderr)
+                say_error(f"data_prep: error: one of {os.environ[name]} ranks; run it as {line}")
             else:
                 time.sleep(LEAVE_SECONDS)  # whoever ends first ends all, perhaps before the line is out
             return BAD_LAUNCH
@@ -337,7 +339,6 @@ def _dismiss(world: Intracomm, code: int) -> None:
     while requests:
         requests = [request for request in requests if not request.test()[0]]
         if requests and code != 0 and time.monotonic() > deadline:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush()
             world.Abort(code)
         time.sleep(LOOK_SECONDS)

@@ -26,10 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from data_prep.streams import end_process, say_error, write_whole_lines
 from deploy.node import SETTINGS, LaunchError, read_node
 from deploy.reasons import End, describe, judge, leave_message
 from trainer.exits import DONE, FAILED, REFUSED, STOPPED
-from trainer.streams import end_process, say_error, write_whole_lines
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TERMINATION_LOG = Path("/dev/termination-log")  # where Kubernetes looks for a last message

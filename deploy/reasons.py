@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.streams import say_error
 from trainer.exits import DONE, FAILED, LOST, REFUSED, STOPPED
-from trainer.streams import say_error
 
 ROOM = 4096  # bytes of a termination message that Kubernetes keeps
 HINTS: dict[int, str] = {

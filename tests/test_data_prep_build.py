@@ -247,6 +247,23 @@ def test_a_reader_may_leave_early(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("corpus: 1 file")
 
 
+def test_a_log_that_is_gone_ends_no_work(tmp_path: Path) -> None:
+    """Its disk is full, or its reader has left: the work is done, and the exit code says what came of it."""
+    text, tokenizer = write_corpus(tmp_path, [60] * 60, 8, 10)
+    words = " ".join(command(text, tokenizer, tmp_path / "out"))
+    for line, code in (
+        (f"{words} 2> /dev/full > {tmp_path / 'result'}", 0),
+        (f"{words.replace('/out', '/again')} 2>&1 | true", 0),
+        (f"verify {tmp_path / 'out'} {tmp_path / 'again'} {text} {tmp_path / 'nowhere'} | true", 2),
+        (f"verify {tmp_path / 'nowhere'} 2> /dev/full", 2),
+        (f"verify {tmp_path / 'out'} > /dev/full", 2),
+    ):
+        shell = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m data_prep {line}"]
+        assert (subprocess.run(shell, cwd=ROOT, capture_output=True).returncode, line) == (code, line)
+    assert verify(tmp_path / "out", full=True) == verify(tmp_path / "again", full=True) == []
+    assert "whole, in" in (tmp_path / "result").read_text()
+
+
 def test_small_vocabulary_and_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, tokenizer = write_corpus(tmp_path, [4, 4], 8)
     small = write_tokenizer(tmp_path / "small", ["d0w0"])

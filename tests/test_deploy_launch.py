@@ -46,7 +46,7 @@ IN_A_HURRY = ("-c", "from deploy import launch; launch.NOTICE = launch.LAST = la
 # A rank of these tests: it runs the argument of its number.
 PROGRAM = """
 import os, signal, sys, time
-from trainer.streams import write_whole_lines
+from data_prep.streams import write_whole_lines
 write_whole_lines()  # both ranks print into one log
 def say(text):
     print(text, file=sys.stderr, flush=True)

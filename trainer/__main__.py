@@ -10,6 +10,7 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 import trainer.first_process  # noqa: F401  before the others, which take seconds
+from data_prep.streams import write_whole_lines
 from kernels import backend
 from trainer.config import Config, load
 from trainer.data import PhaseData, open_phases
@@ -21,7 +22,6 @@ from trainer.journal import say
 from trainer.network import ports
 from trainer.options import OneLineParser
 from trainer.state import TrainState
-from trainer.streams import write_whole_lines
 from trainer.train import train
 from trainer.world import (
     World,

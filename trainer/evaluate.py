@@ -32,6 +32,7 @@ from torch import Tensor
 from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
+from data_prep.streams import write_whole_lines
 from kernels import backend
 from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
@@ -43,7 +44,6 @@ from trainer.loader import Loader, filler
 from trainer.model import Bert, ModelConfig, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
-from trainer.streams import write_whole_lines
 from trainer.vocabulary import require_vocabulary
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
 

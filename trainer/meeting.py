@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data_prep.streams import say_error
 from trainer.errors import LostError, TrainerError
-from trainer.streams import say_error
 
 SAY_SECONDS = 10.0  # between two lines about those who are missing, doubled each time
 LOOK_SECONDS = 0.2  # between two looks

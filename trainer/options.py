@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from contextlib import suppress
 from typing import Any, NoReturn
 
+from data_prep.streams import flush
 from kernels import backend
 from trainer.errors import TrainerError
 from trainer.exits import REFUSED
@@ -39,8 +37,7 @@ def print_result(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        with suppress(OSError):  # what it still holds would be written again as the process ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        flush()
         raise TrainerError(f"the standard output cannot be written: {error.strerror}") from None
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.streams import write_whole_lines
 from trainer import hostfile
 from trainer.__main__ import guard, meet, prepare
 from trainer.checkpoint import newest
@@ -33,7 +34,6 @@ from trainer.meeting import numbers
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, ports
 from trainer.options import OneLineParser
-from trainer.streams import write_whole_lines
 from trainer.weights import fitting
 from trainer.world import World, leave, nccl_said, require_shared, settings, together
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from data_prep.streams import say_error
 from trainer.exits import LOST
-from trainer.streams import say_error
 from trainer.world import World, leave, say_last
 
 PATIENCE = 2.0  # seconds for a rank to say by itself that it lost another one

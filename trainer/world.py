@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from data_prep.streams import end_process, say_error
 from trainer.errors import LostError, TrainerError
 from trainer.launchers import describe
 from trainer.meeting import Account, Meeting, meet
-from trainer.streams import end_process, say_error
 
 Result = TypeVar("Result")
 LONGEST = 30 * 24 * 3600  # seconds that ranks may wait for one another: more is a slip, and overflows clocks

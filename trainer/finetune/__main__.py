@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer.first_process  # noqa: F401  before the others, which take seconds
+from data_prep.streams import write_whole_lines
 from kernels import backend
 from trainer.__main__ import fail, guard
 from trainer.checkpoint import file_sha256
@@ -33,7 +34,6 @@ from trainer.journal import say
 from trainer.lock import PATIENCE, hold
 from trainer.options import one_line
 from trainer.stop import Stop
-from trainer.streams import write_whole_lines
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
 
 STOP_STEPS = 10  # between two looks whether a rank was asked to stop

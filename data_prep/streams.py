@@ -1,4 +1,4 @@
-"""What a rank or its supervisor prints: lines, each of them whole, none of them worth a run."""
+"""What programs print while they work: lines, each of them whole, none of them worth a build or a run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ def say_error(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def end_process(code: int) -> NoReturn:
-    """End this process with ``code``, without the interpreter's teardown: its code is 120 where a stream is gone."""
+def flush() -> None:
+    """Write what is held back. Where a stream is gone it is lost: Python would end with 120 for it, and not say why."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
+        try:
             stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with ``code``, without the interpreter's teardown."""
+    flush()
     os._exit(code)
