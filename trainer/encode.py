@@ -30,6 +30,7 @@ from torch import Tensor
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
+from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.batch import Rows
@@ -212,7 +213,7 @@ def encode_parts(
         yield Part(start, part, examples, encode(model, examples, pooling, control))
         start += len(part)
     if shortened:
-        print(f"trainer.encode: {shortened:,} of {start:,} texts were cut to {longest} tokens", file=sys.stderr)
+        say_error(f"trainer.encode: {shortened:,} of {start:,} texts were cut to {longest} tokens")
 
 
 def _gathered(texts: Iterable[Text], most: int) -> Iterator[list[Text]]:
@@ -265,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
         with backend.using(options.kernels), _lines(options) as (lines, place):
             _run(options, single, read_texts(lines, place, list(filter(None, options.json.split(",")))))
     except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
-        print(f"trainer.encode: error: {one_line(error)}", file=sys.stderr)
+        say_error(f"trainer.encode: error: {one_line(error)}")
         return 2
     return 0
 
@@ -318,12 +319,12 @@ def _told(parts: Iterable[Part], first: str) -> Iterator[Part]:
     done = 0
     for part in parts:
         if not done:
-            print(f"trainer.encode: {first}", file=sys.stderr, flush=True)
+            say_error(f"trainer.encode: {first}")
         yield part
         done, now = part.start + len(part.texts), time.monotonic()
         if now - told > _PATIENCE:
             told = now
-            print(f"trainer.encode: {done:,} texts, {done / (now - began):,.0f} a second", file=sys.stderr, flush=True)
+            say_error(f"trainer.encode: {done:,} texts, {done / (now - began):,.0f} a second")
     if not done:
         raise TrainerError("there is no text: name some")
 

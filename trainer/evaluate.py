@@ -32,7 +32,7 @@ from torch import Tensor
 from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
-from data_prep.streams import write_whole_lines
+from data_prep.streams import say_error, write_whole_lines
 from kernels import backend
 from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
-        print(f"trainer.evaluate: error: {one_line(error)}", file=sys.stderr)
+        say_error(f"trainer.evaluate: error: {one_line(error)}")
         return 2
     return 0
 

@@ -16,6 +16,7 @@ from textwrap import shorten
 import torch
 
 from data_prep.errors import DataError
+from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.batch import IGNORED, MicroBatch, Rows
@@ -97,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
             answers = fill_masks(model, load_tokenizer(folder), options.texts, options.top)
         print_result("\n".join(_lines(options.texts, answers)))
     except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
-        print(f"trainer.fill_mask: error: {one_line(error)}", file=sys.stderr)
+        say_error(f"trainer.fill_mask: error: {one_line(error)}")
         return 2
     return 0
 

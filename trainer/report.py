@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from data_prep.streams import say_error
 from trainer.errors import TrainerError
 from trainer.history import History, read_history
 from trainer.journal import TASKS
@@ -61,10 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
         told = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
         print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in told)]))
     except TrainerError as error:
-        print(f"trainer.report: error: {error}", file=sys.stderr)
+        say_error(f"trainer.report: error: {error}")
         return 2
     except OSError as error:
-        print(f"trainer.report: error: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        say_error(f"trainer.report: error: {path} cannot be written: {error.strerror}")
         return 2
     return 0
 

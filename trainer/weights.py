@@ -21,6 +21,7 @@ from torch import Tensor
 
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.streams import say_error
 from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint import find, load_weights, named, require_finite, require_shapes, sync
 from trainer.errors import TrainerError
@@ -257,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
         write(weights, ModelConfig(**found.record["config"]["model"]), options.out, tokenizer)
         print_result(f"{options.out}: {found.folder}")
     except (TrainerError, DataError, OSError, SafetensorError) as error:
-        print(f"trainer.weights: error: {one_line(error)}", file=sys.stderr)
+        say_error(f"trainer.weights: error: {one_line(error)}")
         return 2
     return 0
 
