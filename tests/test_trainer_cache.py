@@ -10,6 +10,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, whole_tars
@@ -19,6 +20,7 @@ from trainer import remote
 from trainer.cache import Cache, CacheConfig, open_cache
 from trainer.errors import TrainerError
 from trainer.loader import Loader
+from trainer.remote import Remote
 
 pytestmark = pytest.mark.usefixtures("no_waits")
 
@@ -29,10 +31,12 @@ pytestmark = pytest.mark.usefixtures("no_waits")
 def test_the_cache_holds_two_windows_and_fetches_each_shard_once_an_epoch(server: Server, cache: Path) -> None:
     loader, counts = loader_of(server, cache), list[int]()
     epochs = 3 * order_of(loader).samples // BATCH
-    read(loader, 0, epochs, lambda: counts.append(len(whole_tars(cache))))
+    with patch.object(Remote, "fetch", autospec=True, side_effect=Remote.fetch) as fetch:  # attempts are not counted
+        read(loader, 0, epochs, lambda: counts.append(len(whole_tars(cache))))
     assert max(counts) == 2 * WINDOW and len(counts) == epochs
-    tars = server.tars()  # a fetch that broke off is asked for again: one shard may have one more than the order has
-    assert len(tars) == 5 and max(tars.values()) <= 5 and sum(tars.values()) <= 3 * 5 + 1 + 2, tars  # what lies ahead
+    tars = Counter(call.args[1] for call in fetch.call_args_list if call.args[1].endswith(".tar"))
+    assert all(count in (2, 3, 4) for count in tars.values()) and len(tars) == 5, (tars, server.tars())
+    assert sum(tars.values()) <= 3 * 5 + 1 + 2  # and what lies ahead
 
 
 def test_a_larger_cache_keeps_what_it_has_room_for(server: Server, cache: Path, tmp_path: Path) -> None:
