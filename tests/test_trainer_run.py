@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import torch
@@ -178,3 +179,26 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_shards: Path, tmp_path: 
     found, passed = checkpoint.newest(tmp_path / "run")
     assert found is not None and not passed
     require_finite("newest", load_weights(found))
+
+
+# ---- where it starts -------------------------------------------------------------------------------------------
+
+
+def test_the_unigram_prior_is_the_log_of_the_shards_own_counts(tiny_shards: Path, tmp_path: Path) -> None:
+    """It is where a run starts, and no part of what a resume compares: later the bias is whatever was learned."""
+    config = write_config(tmp_path, tiny_shards, 1, checkpoint={"every_steps": 1}, model={"decoder_prior": "unigram"})
+    code, said = train(config, "phases.0.learning_rate=1e-30")
+    assert code == 0, said
+    counts = np.load(tiny_shards / "token_counts.npy") + 1.0
+    bias = load_model(tmp_path / "run").decoder_bias.detach()
+    assert bias[: len(counts)].numpy() == pytest.approx(np.log(counts / counts.sum()), rel=1e-6)
+    assert not bias[len(counts) :].any()
+    code, said = train(config, "model.decoder_prior=zero", "phases.0.steps=3")
+    assert code == 0 and "resumed from" in said, said
+
+
+def test_counts_that_are_not_the_manifests_end_the_run(own_shards: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, own_shards, 1, model={"decoder_prior": "unigram"})
+    np.save(own_shards / "token_counts.npy", np.load(own_shards / "token_counts.npy") + 1)
+    code, said = train(config)
+    assert code == 2 and "token_counts.npy is not the manifest's (its sha256 differs)" in said, said

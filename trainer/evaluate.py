@@ -41,10 +41,10 @@ from trainer.checkpoint import load_model
 from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
-from trainer.model import Bert, ModelConfig, nsp_classes
+from trainer.model import Bert, ModelConfig, log_unigrams, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
-from trainer.vocabulary import require_vocabulary
+from trainer.vocabulary import require_vocabulary, token_counts
 from trainer.world import World, from_launcher, join, leave, speaks_first, together
 
 _SHUFFLE = 3  # what a permutation is drawn for; see trainer/order.py
@@ -193,8 +193,7 @@ def shuffled_context(batch: MicroBatch, special_ids: tuple[int, ...], seed: int)
 
 def unigram_entropy(targets: Tensor, counts: Tensor) -> float:
     """Mean of -log p over all ranks' ``targets`` (K,) int64, with p from ``counts`` (V,) int64, one added to each."""
-    smoothed = counts.double() + 1
-    rarities = -(smoothed / smoothed.sum()).log()[targets]
+    rarities = -log_unigrams(counts)[targets]
     sums = torch.tensor([float(rarities.sum()), len(targets)], dtype=torch.float64)
     if dist.is_initialized():
         sums = sums.to("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -300,11 +299,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     loader = Loader(heldout_folder, manifest, world.rank, world.size, cache=remote)
     for problem in loader.problems():
         raise TrainerError(problem)
-    counted = train_folder / trained.token_counts.file
-    try:
-        counts = torch.from_numpy(np.load(counted))
-    except (OSError, ValueError, EOFError) as error:
-        raise TrainerError(f"{counted} cannot be read ({error}): restore it") from None
+    counts = token_counts(train_folder, trained)
     kernels = backend.resolve(world.device.type)
     tell(f"kernels: {kernels.name} ({kernels.reason})")
     return evaluate_context(model, loader, counts, world.device, options.micro_batch)

@@ -18,7 +18,9 @@ from trainer.schedule import Phase
 
 def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
     """Of a run, as its checkpoints hold it."""
-    shape = {key: value for key, value in asdict(config.model).items() if not key.endswith("dropout")}
+    shape = asdict(config.model)
+    for key in ("dropout", "attention_dropout", "decoder_prior"):  # the prior is where training starts, then history
+        del shape[key]
     return {
         "seed": config.run.seed,
         "shuffle_window": config.run.shuffle_window,

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,8 @@ class ModelConfig:
     layer_norm_eps: float = 1e-12
     gelu: str = "none"  # "none" is the exact function, "tanh" its approximation
     initializer_range: float = 0.02
+    # where the MLM decoder's bias starts: zero, or the log of the unigram distribution of the first phase's shards
+    decoder_prior: Literal["zero", "unigram"] = "zero"
 
     @property
     def vocab_rows(self) -> int:
@@ -219,6 +221,15 @@ class Bert(Encoder):
         self.nsp_bias = parameter(2)
         self.initialise(seed)
 
+    @torch.no_grad()
+    def set_decoder_prior(self, counts: Tensor) -> None:
+        """Start the MLM decoder's bias at :func:`log_unigrams` of ``counts`` (V,) int64.
+
+        From zero the bias moves by at most the sum of the learning rates, far less than the range of log frequencies.
+        Word frequencies are then learned as one hidden vector that all tokens share, which flattens the encoder.
+        """
+        self.decoder_bias[: self.model.vocab_size] = log_unigrams(counts).to(self.decoder_bias)
+
     def forward(self, batch: MicroBatch, keys: Tensor | None = None, judge: Judge | None = None) -> Any:
         """The losses of a micro-batch, ``Output``; ``keys`` (T, 2) int32 switch dropout on, None is evaluation.
 
@@ -245,6 +256,12 @@ class Bert(Encoder):
         mlm_logits = F.linear(y, self.token_table, self.decoder_bias)  # (P, V)
         pooled = pool(x, batch, self.pooler_weight, self.pooler_bias)  # (B, D)
         return mlm_logits, F.linear(pooled, self.nsp_weight, self.nsp_bias)  # (P, V), (B, 2)
+
+
+def log_unigrams(counts: Tensor) -> Tensor:
+    """The log of the unigram distribution (V,) fp64, from ``counts`` (V,) int64 with one added to each."""
+    smoothed = counts.double() + 1
+    return (smoothed / smoothed.sum()).log()
 
 
 def nsp_classes(batch: MicroBatch) -> Tensor:

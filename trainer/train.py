@@ -32,6 +32,7 @@ from trainer.schedule import learning_rate
 from trainer.state import TrainState
 from trainer.stop import Stop
 from trainer.stopwatch import Stopwatch
+from trainer.vocabulary import token_counts
 from trainer.weights import start_from
 from trainer.world import World, broadcast_text, limit_waits, nccl_said, require_shared, together
 
@@ -52,7 +53,8 @@ class Run:
         self.found = self._choose()  # before anything of the folder changes: it may be another run's
         self.metrics = together(partial(self._open_folder, watch), world)
         try:
-            module, seed = Bert(config.model, config.run.seed), config.run.seed
+            seed = config.run.seed
+            module = together(self._model, world)
             self.engine = Engine(config.engine, module, config.optimizer, world, seed, watch)
         except BaseException as error:
             self.fail(error)
@@ -68,6 +70,13 @@ class Run:
     def over(self) -> bool:
         """Whether the run ends at this step's border, the same on all ranks."""
         return self.stop.decided or bool(self.reached)
+
+    def _model(self) -> Bert:
+        """The model as a fresh run starts; a checkpoint, or weights that the configuration names, replace it."""
+        module, first = Bert(self.config.model, self.config.run.seed), self.phases[0].loader
+        if self.config.model.decoder_prior == "unigram":
+            module.set_decoder_prior(token_counts(first.folder, first.manifest))
+        return module
 
     def _hold(self) -> IO[str] | None:
         """Rank 0 holds the folder from here on. Raises TrainerError where it is somebody else's, or held."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from data_prep.errors import DataError
-from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.manifest import TOKENIZER_FOLDER, Manifest, file_sha256
 from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint import named
 from trainer.errors import TrainerError
@@ -31,6 +35,22 @@ def require_vocabulary(checkpoint: Path, sha256: str, what: object) -> None:
     own = _run(checkpoint) / TOKENIZER_FOLDER
     if own.is_dir() and load_tokenizer(own).sha256() != sha256:
         raise TrainerError(f"{what} has another vocabulary than the run, {own}: name what was made with that one")
+
+
+def token_counts(folder: Path, manifest: Manifest) -> Tensor:
+    """How often each token stands in the unmasked samples of a data set: (V,) int64.
+
+    Raises TrainerError if the file is missing, unreadable, or not the one that the manifest names.
+    """
+    path = folder / manifest.token_counts.file
+    try:
+        known = file_sha256(path) == manifest.token_counts.sha256
+        counts = torch.from_numpy(np.load(path)) if known else torch.empty(0)
+    except (OSError, ValueError, EOFError) as error:
+        raise TrainerError(f"{path} cannot be read ({error}): restore it") from None
+    if not known:
+        raise TrainerError(f"{path} is not the manifest's (its sha256 differs): restore it or build the shards again")
+    return counts
 
 
 def _run(checkpoint: Path) -> Path:

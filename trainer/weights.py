@@ -33,7 +33,8 @@ from trainer.options import OneLineParser, one_line, print_result
 from trainer.partition import fill_masters
 
 PLAIN = "weights.safetensors"  # in a folder of fine-tuning, where no class of transformers' has its head
-_FREE = ("dropout", "attention_dropout", "initializer_range")  # no weight means another thing under another one
+# no weight means another thing under another one
+_FREE = ("dropout", "attention_dropout", "initializer_range", "decoder_prior")
 
 
 @dataclass(frozen=True)
