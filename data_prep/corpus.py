@@ -22,6 +22,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_prep.encoding import flaw, read_utf8
 from data_prep.errors import DataError
 from data_prep.lines import COMPRESSED, NEAR, Block, read_blocks
 
@@ -164,13 +165,13 @@ def _read_text(disk: FileIO, path: Path, reading: Reading) -> Iterator[Paragraph
 
 
 def _decode_lines(block: Block, path: Path, reading: Reading) -> Iterable[tuple[str, int]]:
-    try:
-        return zip(block.data.decode().split("\n"), repeat(0))
-    except UnicodeDecodeError:
-        return [
-            _decode(line, f"{path}, line {number}", reading, 0 if number > block.number else block.column)
-            for number, line in enumerate(block.data.split(b"\n"), block.number)
-        ]
+    text = read_utf8(block.data)
+    if text is not None:
+        return zip(text.split("\n"), repeat(0))
+    return [
+        _decode(line, f"{path}, line {number}", reading, 0 if number > block.number else block.column)
+        for number, line in enumerate(block.data.split(b"\n"), block.number)
+    ]
 
 
 def _read_records(disk: FileIO, path: Path, reading: Reading) -> Iterator[Paragraph]:
@@ -244,14 +245,12 @@ def _row(data: bytes | None, place: str, reading: Reading) -> Iterator[Paragraph
 
 def _decode(data: bytes, place: str, reading: Reading, column: int = 0) -> tuple[str, int]:
     """Text, and how often U+FFFD stands in for what is no UTF-8 (as Python replaces it)."""
-    try:
-        return data.decode(), 0
-    except UnicodeDecodeError as error:
-        if reading.bad_bytes == "strict":
-            raise DataError(
-                f"{place}: not UTF-8 (byte 0x{data[error.start]:02X} at column {column + error.start + 1}); "
-                "convert the file to UTF-8, or take --bad-bytes replace"
-            ) from None
+    good = read_utf8(data)
+    if good is not None:
+        return good, 0
+    if reading.bad_bytes == "strict":
+        remedy = "convert the file to UTF-8, or take --bad-bytes replace"
+        raise DataError(f"{place}: {flaw(data, column)}; {remedy}")
     text = data.decode(errors="replace")
     return text, text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_prep.atomic import replacing
+from data_prep.encoding import read_utf8
 from data_prep.errors import DataError
 from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
@@ -85,13 +86,10 @@ def read_texts(lines: Iterable[str], place: str, fields: Sequence[str] = ()) -> 
 def decoded(lines: Iterable[bytes], place: str) -> Iterator[str]:
     """Lines of UTF-8, with a byte order mark or without. Raises TrainerError for one that is something else."""
     for number, line in enumerate(lines, 1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError:
-            text = "\0"
-        if "\0" in text:  # every other byte of UTF-16 without a mark
+        text = read_utf8(line)
+        if text is None:
             raise TrainerError(f"{place} {number}: not UTF-8 text; save it as UTF-8")
-        yield text
+        yield text.removeprefix("\ufeff") if number == 1 else text
 
 
 def to_examples(texts: Sequence[Text], tokenizer: Tokenizer, longest: int, marked: bool) -> list[tuple[Example, int]]:

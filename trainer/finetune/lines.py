@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep.encoding import flaw
 from trainer.errors import TrainerError
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, which JSON writes as two
@@ -19,11 +20,11 @@ def read_text(path: Path) -> str:
         data = path.read_bytes()
     except OSError as error:
         raise TrainerError(f"{path} cannot be read ({error.strerror})") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise TrainerError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from None
+    if flaw(data):
+        for number, line in enumerate(data.split(b"\n"), 1):
+            if wrong := flaw(line):
+                raise TrainerError(f"{path}, line {number}: {wrong}; save the file as UTF-8")
+    return data.decode("utf-8-sig")  # what is flawed as a whole may be lines of NULs alone beside others
 
 
 def read_lines(path: Path) -> list[str]:
