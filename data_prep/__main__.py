@@ -6,19 +6,21 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
 from data_prep.build import build
 from data_prep.cleaning import clean
-from data_prep.corpus import Reading, find_sources, parse_where, read_paragraphs
+from data_prep.corpus import Reading, read_paragraphs
 from data_prep.errors import DataError
-from data_prep.inspection import describe, show_samples, warnings
+from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
 from data_prep.manifest import load_manifest
 from data_prep.metrics import Figures, check_textfile, push, serve, write_textfile
 from data_prep.options import Parser, check_place, check_range
 from data_prep.settings import CHOICES, Settings, make_settings
+from data_prep.sources import FORMATS, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.streams import flush, say_error
 from data_prep.tokenizer import LARGEST_MULTIPLE, LARGEST_VOCABULARY, train_tokenizer
 from data_prep.verify import verify
@@ -34,8 +36,9 @@ from text to shards:
   python -m data_prep verify --full shards-128/
   python -m data_prep inspect shards-128/
 
-text is .txt (a blank line between documents), .jsonl (a document a line, in the field "text"), plain or
-compressed (.gz, .bz2, .xz, .zst), in UTF-8, or .parquet (a document a row, in the column "text")"""
+text is .txt or .text (a blank line between documents), .jsonl, .ndjson or .json (a document a line, in the field
+"text"), plain or compressed (.gz, .bz2, .xz, .zst), in UTF-8, or .parquet (a document a row, in the column "text");
+wikiextractor's wiki_00 and the like need --format wikiextractor"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,13 +70,21 @@ def _vocab(options: argparse.Namespace) -> int:
         raise DataError(f"{options.out} is not empty; choose another --out or remove it")
     check_range("--size", options.size, 1, LARGEST_VOCABULARY)
     check_range("--multiple-of", options.multiple_of, 1, LARGEST_MULTIPLE)
-    reading = Reading(parse_where(options.where), options.text_field, options.bad_bytes)
-    sources = find_sources(options.input, reading.where)
-    paragraphs = (clean(paragraph.text)[0] for source in sources for paragraph in read_paragraphs(source, reading))
+    reading = Reading(parse_where(options.where), options.text_field, options.bad_bytes, options.format)
+    sources = find_sources(options.input, reading.where, reading.format)
+    say_left_out(find_left_out(options.input, reading.format))
+    left = {source.name: Counter[str]() for source in sources}
+    paragraphs = (
+        clean(paragraph.text)[0]
+        for source in sources
+        for paragraph in read_paragraphs(source, reading, left[source.name])
+    )
     tokenizer = train_tokenizer(paragraphs, options.size, options.cased, options.multiple_of)
     tokenizer.save(options.out)
     few = "" if tokenizer.vocab_size >= options.size else f", fewer than {options.size:,}: the text has no more"
     _say(f"{options.out}: {tokenizer.vocab_size:,} pieces{few}")
+    for line in warn_of_markup({name: counts["markup"] for name, counts in left.items()}):
+        say_error(f"data_prep: warning: {line}")
     return 0
 
 
@@ -167,6 +178,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=CHOICES["bad_bytes"],
         default="strict",
         help="what is not UTF-8 is an error, or replaced and counted (%(default)s)",
+    )
+    add(
+        "--format",
+        choices=FORMATS,
+        default="auto",
+        help="of files whose ending does not say it; wikiextractor: its <doc …> text, also in .txt, or its JSON",
     )
     corpus.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     _add_vocab(commands.add_parser("vocab", parents=[corpus], help="learn a WordPiece vocabulary"))

@@ -40,11 +40,12 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.cleaning import clean
-from data_prep.corpus import Reading, find_sources, read_chunks
+from data_prep.corpus import Reading, read_chunks
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.options import Parser, check_place, check_range
 from data_prep.sentences import split_sentences
+from data_prep.sources import find_sources
 from data_prep.tokenizer import load_tokenizer
 from data_prep.watch import Watched, run
 

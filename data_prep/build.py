@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
-from data_prep.corpus import Reading, Source, find_sources, parse_where, read_chunks
+from data_prep.corpus import Reading, read_chunks
 from data_prep.draws import shuffled
 from data_prep.errors import DataError, KilledError
 from data_prep.job import FINGERPRINT, WORK, Job, claim, claim_store, fingerprint, is_complete, release, release_work
@@ -47,6 +47,7 @@ from data_prep.pairs import Block, PlanCounts, cut_blocks, plan_pairs
 from data_prep.selection import Selected, select_documents
 from data_prep.settings import Settings
 from data_prep.shards import shard_name, tar_path, write_shard
+from data_prep.sources import LeftOut, Source, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.store import COUNTS, Counted, TokenizedChunk, id_dtype, tokenize_chunk, write_store
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import Measured, measure_shard
@@ -79,6 +80,8 @@ def build(
     loaded = load_tokenizer(tokenizer)
     make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # refuses one that is too small
     sources = _find_text(inputs, settings, [tokenizer, out, *([store] if store else [])])
+    left_out = find_left_out(inputs, settings.format)
+    say_left_out(left_out)
     hashes = [file_sha256(source.path) for source in sources]
     texts = [(source.name, sha256) for source, sha256 in zip(sources, hashes, strict=True)]
     record = TokenizerRecord(loaded.vocab_size, loaded.sha256(), loaded.specials)
@@ -96,7 +99,7 @@ def build(
     loaded.save(job.tokenizer_folder)
     try:
         with start_workers(processes) as workers:
-            manifest = _make(job, sources, hashes, workers, figures)
+            manifest = _make(job, sources, hashes, left_out, workers, figures)
     except KilledError:
         raise  # what is done is kept for the next run
     except DataError:
@@ -132,7 +135,7 @@ def make_shard(number: int, job: Job) -> Measured:
 
 
 def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> list[Source]:
-    sources = find_sources(inputs, parse_where(settings.where))
+    sources = find_sources(inputs, parse_where(settings.where), settings.format)
     for folder in ours:
         inside = [source.path for source in sources if folder.resolve() in source.path.resolve().parents]
         if inside:
@@ -140,7 +143,14 @@ def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> list
     return sources
 
 
-def _make(job: Job, sources: list[Source], hashes: list[str], workers: Workers, figures: Figures) -> Manifest:
+def _make(
+    job: Job,
+    sources: list[Source],
+    hashes: list[str],
+    left_out: tuple[LeftOut, ...],
+    workers: Workers,
+    figures: Figures,
+) -> Manifest:
     """The four stages."""
     files = _tokenize(job, sources, hashes, workers, figures)
     selected = _select(job, figures)
@@ -152,7 +162,7 @@ def _make(job: Job, sources: list[Source], hashes: list[str], workers: Workers, 
         fingerprint=(job.work / FINGERPRINT).read_text(),
         settings=job.settings,
         tokenizer=job.tokenizer,
-        corpus=CorpusRecord(files, *selected),
+        corpus=CorpusRecord(files, *selected, left_out),
         plan=PlanRecord(**planned._asdict()),
         counts=_total(shards),
         shards=shards,
@@ -168,7 +178,7 @@ def _tokenize(
     sizes = [source.path.stat().st_size for source in sources]
     figures.begin("tokenize", sum(sizes))
     if not (job.store / COUNTS).exists():
-        reading = Reading(parse_where(settings.where), settings.text_field, settings.bad_bytes)
+        reading = Reading(parse_where(settings.where), settings.text_field, settings.bad_bytes, settings.format)
         work = partial(
             tokenize_chunk,
             tokenizer=job.tokenizer_folder,

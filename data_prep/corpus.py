@@ -1,12 +1,14 @@
 """Text files to paragraphs, as a stream in bounded memory.
 
-``.txt`` holds one paragraph or sentence a line and a blank line between documents. ``.jsonl`` holds one document a
-line, in a field of an object, with a blank line between paragraphs; ``.parquet`` holds one a row, in a column. The
-first two may be compressed with gzip, bzip2, xz or zstd. Memory holds a line of .jsonl, and a page of .parquet, as
-a whole; a line of .txt is cut instead.
+Plain text holds one paragraph or sentence a line and a blank line between documents. JSON lines hold one document a
+line, in a field of an object, with a blank line between paragraphs; ``.parquet`` holds one a row, in a column.
+wikiextractor's output is either its articles, from <doc …> to </doc>, or JSON lines. All but .parquet may be
+compressed with gzip, bzip2, xz or zstd. Memory holds a line of JSON, and a page of .parquet, as a whole; a line of
+plain text is cut instead.
 
 A line ends at LF or CRLF and nowhere else: a lone CR, VT, FF, NEL, U+2028 and their like are white space within it.
 Text is UTF-8. What is not is an error with its place ("strict"), or becomes U+FFFD and is counted ("replace").
+Records without text and those that are not wanted are left out, and counted.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from itertools import repeat
@@ -24,25 +26,20 @@ from typing import Any, NamedTuple
 
 from data_prep.encoding import flaw, read_utf8
 from data_prep.errors import DataError
-from data_prep.lines import COMPRESSED, NEAR, Block, read_blocks
+from data_prep.lines import NEAR, Block, read_blocks, read_head
+from data_prep.sources import Source, Where, format_of
 
-ENDINGS = (*(text + packed for text in (".txt", ".jsonl") for packed in ("", *COMPRESSED)), ".parquet")
-WANTED = "wanted .txt or .jsonl, plain or with .gz, .bz2, .xz or .zst, or .parquet"
 CHUNK_CHARACTERS = 1 << 18  # what a worker gets at once
 LONGEST_PARAGRAPH = 1 << 20  # bytes of a line of .txt, characters of any other paragraph; a longer one is cut
 LONGEST_RECORD = 1 << 27  # bytes of a line of .jsonl: it has to be parsed in one piece
 BATCH_BYTES, BATCH_ROWS = 1 << 22, 256  # of .parquet read at once: about so many bytes, at most so many rows
 REPLACEMENT = "\ufffd"
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell half of a surrogate pair, UTF-8 can't
-Where = tuple[str, str] | None  # (field, value) of the records to take
-
-
-@dataclass(frozen=True)
-class Source:
-    """A text file. The name is what the manifest says: the path below the given input, not the machine's."""
-
-    path: Path
-    name: str
+MARKUP = ("<doc id=", "</doc>", "<!DOCTYPE", "<html", "<mediawiki", "WARC/1.", '{"')  # begins lines that are no text
+MARKUP_STARTS = frozenset(mark[0] for mark in MARKUP)  # asked first: few lines have one
+ARTICLE = re.compile(r'<doc id=".*?"(?:.* title="(?P<title>.*)")?.*>')
+ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}  # what wikiextractor writes for these characters
+ENTITY = re.compile("|".join(ENTITIES))
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class Reading:
     where: Where = None  # the records of .jsonl and .parquet to take: all, or those with this field
     text_field: str = "text"  # of a record
     bad_bytes: str = "strict"  # or "replace"
+    format: str = "auto"  # of files whose ending does not say it: one of `sources.FORMATS`
 
 
 class Paragraph(NamedTuple):
@@ -65,45 +63,15 @@ class Paragraph(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Paragraphs of one file; only the last chunk of a corpus may have none."""
+    """Paragraphs of one file. A chunk without any tells of what was left out, or of the last bytes of a corpus."""
 
     source: int
     paragraphs: list[tuple[int, str]]  # number of the document in the corpus, counted from 1, and text
     read: int  # bytes on disk since the chunk before, of files without text between them too: all sum to the sizes
     replaced: int  # sum of the paragraphs'
     cut: int  # sum of the paragraphs'
-
-
-def find_sources(inputs: Iterable[Path], where: Where = None) -> list[Source]:
-    """The text files among and below ``inputs``, in the order given and sorted inside a folder.
-
-    Links are followed; hidden files and folders inside a folder are left out. Raises DataError for a path that
-    does not exist, is no text file or holds none, for a file given twice, and for a .txt if there is ``where``.
-    """
-    sources: list[Source] = []
-    for given in inputs:
-        if not given.exists():
-            raise DataError(f"input {given} does not exist: check --input")
-        if given.is_dir():
-            sources += [Source(given / name, name) for name in sorted(_texts_below(given))]
-        elif given.name.endswith(ENDINGS):
-            sources.append(Source(given, given.name))
-        else:
-            raise DataError(f"input {given} is no text: {WANTED}")
-    if not sources:
-        raise DataError(f"no text files in {', '.join(map(str, inputs))}: {WANTED}")
-    _refuse_misfits(sources, where)
-    return sources
-
-
-def parse_where(condition: str | None) -> Where:
-    """``field=value`` of the command line."""
-    if condition is None:
-        return None
-    field, equals, value = condition.partition("=")
-    if not field or not equals:
-        raise DataError(f"--where {condition}: wanted field=value, such as split=train")
-    return field, value
+    documents: int  # that begin here, with or without visible text, but for the blank ones
+    left: Mapping[str, int]  # see `read_paragraphs`
 
 
 def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
@@ -114,7 +82,8 @@ def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
             size, told = os.fstat(disk.fileno()).st_size, 0
             paragraphs: list[tuple[int, str]] = []
             characters = replaced = cut = 0
-            for first, text, replacements, cuts in _read(disk, source.path, reading):
+            before, left = document, Counter[str]()
+            for first, text, replacements, cuts in _read(disk, source.path, reading, left):
                 document += first
                 paragraphs.append((document, text))
                 characters += len(text)
@@ -122,46 +91,103 @@ def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
                 cut += cuts
                 if characters >= CHUNK_CHARACTERS:
                     untold, told = untold + disk.tell() - told, disk.tell()
-                    yield Chunk(number, paragraphs, untold, replaced, cut)
+                    yield Chunk(number, paragraphs, untold, replaced, cut, document - before, dict(left))
                     paragraphs, untold, characters, replaced, cut = [], 0, 0, 0, 0
+                    before = document
+                    left.clear()
             untold += size - told
-            if paragraphs:
-                yield Chunk(number, paragraphs, untold, replaced, cut)
+            if paragraphs or left:
+                yield Chunk(number, paragraphs, untold, replaced, cut, document - before, dict(left))
                 untold = 0
     if untold:
-        yield Chunk(len(sources) - 1, [], untold, 0, 0)
+        yield Chunk(len(sources) - 1, [], untold, 0, 0, 0, {})
 
 
-def read_paragraphs(source: Source, reading: Reading) -> Iterator[Paragraph]:
+def read_paragraphs(source: Source, reading: Reading, left: Counter[str] | None = None) -> Iterator[Paragraph]:
     """The paragraphs of a file, in order, none longer than LONGEST_PARAGRAPH.
+
+    Args:
+        left: is counted up by what is left out: "blank" records, "unwanted" ones, which ``reading.where`` does not
+            take, and "titles" of articles; and by the lines of "markup" that are read as text.
 
     Raises DataError with file and line (or row) for what is no UTF-8 if ``reading`` is strict, no JSON, or without
     the text field; with the file for one that is damaged or cut off.
     """
     with source.path.open("rb", buffering=0) as disk:
-        yield from _read(disk, source.path, reading)
+        yield from _read(disk, source.path, reading, Counter() if left is None else left)
 
 
-def _read(disk: FileIO, path: Path, reading: Reading) -> Iterator[Paragraph]:
+def _read(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
     """Moves ``disk``: its position says how much of the file has been read."""
-    match _format(path):
-        case ".parquet":
-            return _read_rows(disk, path, reading)
-        case ".jsonl":
-            return _read_records(disk, path, reading)
-    return _read_text(disk, path, reading)
+    match format_of(path.name, reading.format):
+        case "parquet":
+            return _read_rows(disk, path, reading, left)
+        case "jsonl":
+            return _read_records(disk, path, reading, left)
+        case "wikiextractor":
+            head = read_head(path)
+            if head is not None and head.data.lstrip().startswith(b"{"):
+                return _unescaped(_read_records(disk, path, reading, left))
+            return _read_articles(disk, path, reading, left)
+    return _read_text(disk, path, reading, left)
 
 
-def _read_text(disk: FileIO, path: Path, reading: Reading) -> Iterator[Paragraph]:
+def _read_text(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
     first, written = True, False  # does a document start; had the line that a block goes on with any text
     for block in read_blocks(disk, path, LONGEST_PARAGRAPH):
         for line, replaced in _decode_lines(block, path, reading):
             text = line.strip()
             if text:
+                if text[0] in MARKUP_STARTS and text.startswith(MARKUP):
+                    left["markup"] += 1
                 yield Paragraph(first, text, replaced, int(written))
                 first, written = False, not block.ends
             elif block.ends:
                 first, written = first or not written, False
+
+
+def _read_articles(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
+    """wikiextractor's text: an article from <doc …> to </doc>, a paragraph a line, its first line the title.
+
+    An article is a document, without its title, which is no sentence. Text outside is read as that of a .txt.
+    """
+    first, written = True, False  # as in `_read_text`
+    opened, title = 0, None  # number of the line of <doc …>, 0 outside; the title, until the article's first line
+    for block in read_blocks(disk, path, LONGEST_PARAGRAPH):
+        for number, (line, replaced) in enumerate(_decode_lines(block, path, reading), block.number):
+            text = line.strip()
+            article = None if written else ARTICLE.fullmatch(text)
+            if article or (text == "</doc>" and not written):
+                if bool(article) is bool(opened):
+                    raise DataError(f"{path}, line {number}: {_unpaired(opened)}")
+                if opened and first:
+                    left["blank"] += 1
+                first, opened = True, number if article else 0
+                title = _unescape(article["title"] or "") if article else None
+            elif text and title == _unescape(text):
+                left["titles"] += 1
+                title = None
+            elif text:
+                yield Paragraph(first, _unescape(text) if opened else text, replaced, int(written))
+                first, written, title = False, not block.ends, None
+            elif block.ends:
+                first, written = first or not (written or opened), False
+    if opened:
+        raise DataError(f"{path}: {_unpaired(opened)}")
+
+
+def _unpaired(opened: int) -> str:
+    missing = f"the <doc …> of line {opened} has no </doc>" if opened else "</doc> without <doc …>"
+    return f"{missing}: the file was cut; extract it again, or split it between articles"
+
+
+def _unescape(text: str) -> str:
+    return ENTITY.sub(lambda entity: ENTITIES[entity[0]], text)
+
+
+def _unescaped(paragraphs: Iterator[Paragraph]) -> Iterator[Paragraph]:
+    for paragraph in paragraphs:
+        yield paragraph._replace(text=_unescape(paragraph.text))
 
 
 def _decode_lines(block: Block, path: Path, reading: Reading) -> Iterable[tuple[str, int]]:
@@ -174,35 +200,39 @@ def _decode_lines(block: Block, path: Path, reading: Reading) -> Iterable[tuple[
     ]
 
 
-def _read_records(disk: FileIO, path: Path, reading: Reading) -> Iterator[Paragraph]:
+def _read_records(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
     for block in read_blocks(disk, path, LONGEST_RECORD):
         for number, line in enumerate(block.data.split(b"\n"), block.number):
             place = f"{path}, line {number}"
             if not block.ends:
-                raise DataError(f"{place}: longer than {LONGEST_RECORD:,} bytes; a .jsonl holds one document a line")
-            text, replaced = _text_of(line, place, reading)
-            yield from _document(text, replaced, place, reading)
+                raise DataError(f"{place}: longer than {LONGEST_RECORD:,} bytes; JSON lines hold one document a line")
+            data, replaced = _decode(line, place, reading)
+            if not data.strip():
+                continue
+            text = _text_of(data.strip(), place, reading)
+            if text is None:
+                left["unwanted"] += 1
+            else:
+                yield from _document(text, replaced, place, reading, left)
 
 
-def _text_of(data: bytes, place: str, reading: Reading) -> tuple[str, int]:
-    """Text and replacements of a line of JSON; no text if it is blank or not wanted."""
-    line, replaced = _decode(data, place, reading)
-    line = line.strip()
-    if not line:
-        return "", 0
+def _text_of(line: str, place: str, reading: Reading) -> str | None:
+    """The text of a line of JSON; None if its record is not wanted."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not JSON ({str(error).replace('line 1 ', '')})") from None
+        reason = str(error).replace("line 1 ", "")
+        raise DataError(f"{place}: not JSON ({reason}); write one record a line") from None
     field = reading.text_field
     if isinstance(record, dict) and not _matches(record, reading.where):
-        return "", 0
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        return None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
         raise DataError(f'{place}: wanted an object with a string field "{field}"')
-    return record[field], replaced
+    return text
 
 
-def _read_rows(disk: FileIO, path: Path, reading: Reading) -> Iterator[Paragraph]:
+def _read_rows(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -225,7 +255,9 @@ def _read_rows(disk: FileIO, path: Path, reading: Reading) -> Iterator[Paragraph
                 for data, record in zip(texts, batch.select(others).to_pylist(), strict=True):
                     number += 1
                     if _matches(record, reading.where):
-                        yield from _row(data, f"{path}, row {number}", reading)
+                        yield from _row(data, f"{path}, row {number}", reading, left)
+                    else:
+                        left["unwanted"] += 1
                 disk.seek(size * number // file.metadata.num_rows)  # pyarrow reads by a handle of its own
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read after row {number} ({' '.join(str(error).split())})") from None
@@ -236,11 +268,11 @@ def _rows_at_once(metadata: Any) -> int:
     return max(1, min(BATCH_ROWS, BATCH_BYTES * int(metadata.num_rows) // max(1, size)))
 
 
-def _row(data: bytes | None, place: str, reading: Reading) -> Iterator[Paragraph]:
+def _row(data: bytes | None, place: str, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
     if data is None:
         raise DataError(f'{place}: column "{reading.text_field}" is null, wanted a string')
     text, replaced = _decode(data, place, reading)
-    return _document(text, replaced, place, reading)
+    return _document(text, replaced, place, reading, left)
 
 
 def _decode(data: bytes, place: str, reading: Reading, column: int = 0) -> tuple[str, int]:
@@ -266,7 +298,7 @@ def _matches(record: dict[str, Any], where: Where) -> bool:
     return (value if isinstance(value, str) else json.dumps(value, default=str).strip('"')) == wanted
 
 
-def _document(text: str, replaced: int, place: str, reading: Reading) -> Iterator[Paragraph]:
+def _document(text: str, replaced: int, place: str, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -282,6 +314,8 @@ def _document(text: str, replaced: int, place: str, reading: Reading) -> Iterato
         for cut, piece in enumerate(_pieces(paragraph) if len(paragraph) > LONGEST_PARAGRAPH else (paragraph,)):
             yield Paragraph(first, piece, replaced, min(cut, 1))
             first, replaced = False, 0
+    if first:
+        left["blank"] += 1
 
 
 def _split_paragraphs(text: str) -> Iterator[str]:
@@ -304,30 +338,3 @@ def _pieces(paragraph: str) -> Iterator[str]:
         yield paragraph[:end].rstrip()
         paragraph = paragraph[end:].lstrip()
     yield paragraph
-
-
-def _refuse_misfits(sources: list[Source], where: Where) -> None:
-    times = Counter(source.path.resolve() for source in sources)
-    for source in sources:
-        if times[source.path.resolve()] > 1:
-            raise DataError(f"input {source.path} is given twice: its text would be 'not next' to itself")
-        if where is not None and _format(source.path) == ".txt":
-            raise DataError(f"--where selects on a field of records, and {source.path} is plain text")
-        if source.name.encode("utf-8", "replace").decode() != source.name:  # the manifest is UTF-8
-            raise DataError(f"input {str(source.path)!a}: its name is not UTF-8; rename it")
-
-
-def _format(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
-
-
-def _texts_below(folder: Path) -> Iterator[str]:
-    for base, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(base, name) for name in files if not name.startswith(".")):
-            if path.name.endswith(ENDINGS):
-                yield path.relative_to(folder).as_posix()
-
-
-def _raise(error: OSError) -> None:
-    raise error  # a folder that can't be listed would be left out in silence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, file_sha256, load_manifest
 from data_prep.settings import largest_count
 from data_prep.shards import Sample, decode_sample, index_path, read_index, tar_path
+from data_prep.sources import describe_left_out
 from data_prep.tokenizer import load_tokenizer
 
 UNKNOWN_LIMIT = 0.01  # of a file's tokens; above it the tokenizer does not suit the text
@@ -22,7 +23,7 @@ LABELS = {  # by is_next
     "sop": ("swapped, ", "in order, "),
     "single": ("", "", ""),
 }
-OF_FILES = ("tokens", "unknown", "empty", "cut", "replaced", "cleaned")  # counts of SourceRecord
+OF_FILES = ("tokens", "unknown", "empty", "cut", "replaced", "cleaned", "blank", "unwanted", "titles")  # SourceRecord's
 
 
 def describe(manifest: Manifest) -> Iterator[str]:
@@ -41,9 +42,17 @@ def describe(manifest: Manifest) -> Iterator[str]:
         _amount(total["cleaned"], "character") + " cleaned",
         _amount(total["cut"], "cut") + " in long lines and sentences",
         _amount(total["empty"], "sentence") + " without visible text left out",
+        _amount(total["blank"], "document") + " without visible text left out",
+        _amount(total["unwanted"], "record") + f" without {settings.where} left out",
+        _amount(total["titles"], "title") + " of articles left out",
         _amount(plan.unmaskable, "sample") + " without anything to predict left out",
     ]
     yield "changed: " + (", ".join(line for line in changed if not line.startswith("0 ")) or "nothing")
+    without_text = [file.name for file in corpus.files if not file.tokens]
+    if without_text:
+        yield f"files without text: {len(without_text):,} ({without_text[0]})"
+    if corpus.left_out:
+        yield f"files left out: {describe_left_out(corpus.left_out)}"
     share = 1 / (settings.duplicates * corpus.tokens)
     yield (
         f"tokens: {plan.own * share:.2%} in samples, {plan.truncated * share:.2%} cut off in long pairs, "
@@ -69,6 +78,7 @@ def warnings(manifest: Manifest) -> Iterator[str]:
             f"{_amount(len(strange), 'file')} with more than {UNKNOWN_LIMIT:.0%} of tokens unknown to the tokenizer, "
             f"most in {worst.name}: {worst.unknown / worst.tokens:.1%}; learn a vocabulary from this text"
         )
+    yield from warn_of_markup({file.name: file.markup for file in manifest.corpus.files})
     counts, settings = manifest.counts, manifest.settings
     true = counts.is_next / counts.samples
     if settings.pairs != "single" and not TRUE_PAIRS[0] <= true <= TRUE_PAIRS[1]:
@@ -80,6 +90,18 @@ def warnings(manifest: Manifest) -> Iterator[str]:
             f"{masked:.1%} of the tokens masked, wanted {settings.masked_share:.0%}: --max-predictions "
             f"{settings.max_predictions} is too low for sequences of {settings.sequence_length}, leave it out for "
             f"{largest_count(settings)}"
+        )
+
+
+def warn_of_markup(lines: Mapping[str, int]) -> Iterator[str]:
+    """A warning if text was markup; ``lines``: how many lines of each file."""
+    found = {name: count for name, count in lines.items() if count}
+    if found:
+        worst = max(found, key=found.__getitem__)
+        yield (
+            f"{_amount(len(found), 'file')} with markup that was read as text, most in {worst}: "
+            f"{_amount(found[worst], 'line')} such as <doc …>, <html>, WARC/1.0 or JSON; read wikiextractor's <doc …> "
+            "with --format wikiextractor, name JSON lines .jsonl, and extract the text of anything else"
         )
 
 

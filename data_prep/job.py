@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,18 @@ from data_prep.errors import DataError
 from data_prep.manifest import FORMAT, MANIFEST, TOKENIZER_FOLDER, VERSION, TokenizerRecord, load_manifest
 from data_prep.masking import Vocabulary, make_vocabulary
 from data_prep.pairs import PAIR
-from data_prep.settings import Settings
+from data_prep.settings import LATER, Settings
 from data_prep.shards import PREFIX
-from data_prep.store import COUNTS, Store, open_store
+from data_prep.store import COUNTS, Counted, Store, open_store
 from data_prep.tokenizer import load_once
 from data_prep.verify import verify
 
 WORK = ".work"  # below the output folder, removed at the end
 FINGERPRINT = "fingerprint"  # a file of it marks the folder that a build, or a store, has taken
-ANOTHER = "of other text or settings; choose another or remove it"
-OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "tokenizers", "sentencex")  # settings
+REMEDY = "choose another or remove it"
+ANOTHER = f"of other text or settings; {REMEDY}"
+# Settings that decide what a store holds.
+OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "tokenizers", "sentencex", "format")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ class Job:
 
 def fingerprint(job: Job, sources: list[tuple[str, str]]) -> str:
     """Of all that decides the data set, the (name, sha256) of its text among it: equal ones, equal bytes."""
-    return _hash([FORMAT, VERSION, asdict(job.settings), asdict(job.tokenizer), sources])
+    settings = asdict(job.settings)
+    for field in fields(Settings):
+        if field.metadata == LATER and settings[field.name] == field.default:
+            del settings[field.name]
+    return _hash([FORMAT, VERSION, settings, asdict(job.tokenizer), sources])
 
 
 def claim(job: Job, mark: str) -> None:
@@ -90,7 +96,7 @@ def claim(job: Job, mark: str) -> None:
     if known.exists() or any(name.startswith(PREFIX) for name in found):
         raise DataError(f"--out {out} holds another build, {ANOTHER}")
     if found:
-        raise DataError(f"--out {out} holds other files ({found[0]}); choose another or remove it")
+        raise DataError(f"--out {out} holds other files ({found[0]}); {REMEDY}")
     shutil.rmtree(job.work, ignore_errors=True)  # without its mark, nobody knows what it was made from
     job.work.mkdir(parents=True)
     _mark(job.work, mark)
@@ -99,12 +105,15 @@ def claim(job: Job, mark: str) -> None:
 def claim_store(job: Job, sources: list[tuple[str, str]]) -> None:
     """Takes the store's folder likewise: builds of other samples from the same text share it."""
     settings = asdict(job.settings)
-    mark = _hash([FORMAT, VERSION, [settings[name] for name in OF_STORE], asdict(job.tokenizer), sources])
+    held = [settings[name] for name in OF_STORE]
+    mark = _hash([FORMAT, VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
     known = job.store / FINGERPRINT
     if known.exists() and known.read_text() == mark:
         return
     if job.store.exists() and any(job.store.iterdir()):
-        raise DataError(f"--store {job.store} holds the tokens {ANOTHER}")
+        raise DataError(
+            f"--store {job.store} holds the tokens of other text or settings, or of another version; {REMEDY}"
+        )
     job.store.mkdir(parents=True, exist_ok=True)
     _mark(job.store, mark)
 

@@ -16,11 +16,12 @@ import zstandard
 
 from data_prep.errors import DataError
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what reading a damaged file raises
 NEAR = 1 << 12  # bytes: how far before its limit a line is cut at a space
 BLOCK_BYTES = 1 << 18
 READ_BYTES = 1 << 16  # at once from the disk
+HEAD_BYTES = 1 << 16
 ZSTD_BYTES = 1 << 10  # unpacked at once: they can come to 11 MB
 ZSTD_WINDOW = 1 << 31  # bytes: what `zstd --ultra --long=31` asks of a reader
 
@@ -46,7 +47,7 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
     number, column, rest = 1, 0, b""
     block_bytes = min(BLOCK_BYTES, longest)  # so that only a first line can be too long
     try:
-        file = _unpack(disk, path.suffix)
+        file = _unpack(disk, path.suffix.lower())
         rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
         while more := file.read(max(block_bytes, len(rest))):  # no long line is copied once a block
             rest += more
@@ -59,9 +60,16 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
                 yield Block(number, column, rest[:end], True)
                 number, column, rest = number + rest.count(b"\n"), 0, rest[end + 1 :]
     except DAMAGE as error:
-        raise DataError(f"{path}: cannot be read after line {number - 1} ({error})") from None
+        remedy = "fetch or compress it again, or move it out of the input"
+        raise DataError(f"{path}: cannot be read after line {number - 1} ({error}); {remedy}") from None
     if rest:
         yield Block(number, column, rest.removesuffix(b"\n"), True)  # a file of three bytes may end in one
+
+
+def read_head(path: Path) -> Block | None:
+    """The lines that a file begins with, HEAD_BYTES at most, or a piece of its first line; None if it is empty."""
+    with path.open("rb", buffering=0) as disk:
+        return next(read_blocks(disk, path, HEAD_BYTES), None)
 
 
 def _cut_before(data: bytes, end: int) -> int:
@@ -84,7 +92,7 @@ def _unpack(disk: io.FileIO, suffix: str) -> BinaryIO:
             return cast(BinaryIO, bz2.BZ2File(disk))
         case ".xz":
             return cast(BinaryIO, lzma.LZMAFile(disk))
-        case ".zst":
+        case ".zst" | ".zstd":
             return io.BufferedReader(_ZstdFile(disk), READ_BYTES)
     return io.BufferedReader(disk, READ_BYTES)
 

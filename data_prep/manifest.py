@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
-from data_prep.settings import Settings
+from data_prep.settings import LATER, Settings
+from data_prep.sources import LeftOut
 from data_prep.tokenizer import SpecialIds
 
 FORMAT, VERSION = "lambert-shards", 2
@@ -41,6 +42,10 @@ class SourceRecord:
     cut: int  # cuts in lines and sentences that were too long
     replaced: int  # bytes that were no UTF-8, replaced
     cleaned: int  # characters that cleaning changed, white space aside
+    blank: int = field(default=0, metadata=LATER)  # documents without visible text, left out
+    unwanted: int = field(default=0, metadata=LATER)  # records left out, since --where does not take them
+    titles: int = field(default=0, metadata=LATER)  # titles of articles, left out
+    markup: int = field(default=0, metadata=LATER)  # lines of markup that were read as text
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,13 @@ class CorpusRecord:
     """What was read, and which of it took part."""
 
     files: tuple[SourceRecord, ...]
-    documents: int  # read
+    documents: int  # read, with visible text
     duplicates: int  # documents left out: an earlier one has the same text
     other_part: int  # documents left out: on the other side of the held-out share
     lone_sentences: int  # documents of one sentence that take part
     sentences: int  # of the documents that take part
     tokens: int  # of the documents that take part
+    left_out: tuple[LeftOut, ...] = field(default=(), metadata=LATER)  # files below the input that were not read
 
 
 @dataclass(frozen=True)
@@ -156,13 +162,14 @@ def file_sha256(path: Path) -> str:
 
 
 def _parse(kind: Any, value: Any, place: str) -> Any:
-    """JSON to a dataclass, tuple or plain value; no field may be missing, unknown or of another type."""
+    """JSON to a dataclass, tuple or plain value; only LATER fields may be missing, none unknown or of another type."""
     if isinstance(kind, type) and is_dataclass(kind):
         names = {field.name for field in fields(kind)}
-        if not isinstance(value, dict) or set(value) != names:
+        later = {field.name for field in fields(kind) if field.metadata == LATER}
+        if not isinstance(value, dict) or not names - later <= set(value) <= names:
             raise DataError(f"{place}: wanted the fields {sorted(names)}")
         hints = get_type_hints(kind)
-        return kind(**{name: _parse(hints[name], value[name], f"{place}: {name}") for name in names})
+        return kind(**{name: _parse(hints[name], value[name], f"{place}: {name}") for name in value})
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise DataError(f"{place}: wanted a list")

@@ -9,8 +9,8 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from data_prep.corpus import parse_where
 from data_prep.errors import DataError
+from data_prep.sources import FORMATS, parse_where
 
 SHORTEST_SEQUENCE = 5  # [CLS] a [SEP] b [SEP]
 LONGEST_SEQUENCE = 65_535  # a length is written as 16 bits
@@ -20,7 +20,11 @@ CHOICES = {
     "masking": ("token", "word", "ngram", "span"),
     "part": ("all", "train", "held-out"),
     "bad_bytes": ("strict", "replace"),
+    "format": FORMATS,
 }
+# Of a field that came after the first manifests. One without it is read with the field's default; and the default is
+# in no fingerprint, so that what was built before is known again.
+LATER = {"later": True}
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Settings:
     given_words: bool = False  # Chinese characters between two spaces are one word
     tokenizers: str = field(default_factory=partial(version, "tokenizers"))  # the libraries that decide the tokens
     sentencex: str = field(default_factory=partial(version, "sentencex"))  # and the sentences
+    format: str = field(default="auto", metadata=LATER)  # of files whose ending does not say it
 
 
 def make_settings(sequence_length: int, *, max_predictions: int | None = None, **chosen: Any) -> Settings:

@@ -3,7 +3,7 @@
 Raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``continues`` (uint8, 1 where a token continues a
 word), ``sentences`` (int64, where each sentence starts in ids, and the end), ``documents`` (int64, where each
 document starts in sentences, and the end), ``digests`` (16 bytes a document, a hash of its text); and
-``counts.npy``, written last: int64[text files, 6], the columns of `Counted`.
+``counts.npy``, written last: int64[text files, 10], the columns of `Counted`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Counted(IntEnum):
     CUT = 3  # cuts in lines and sentences that were too long
     REPLACED = 4  # bytes that were no UTF-8, replaced
     CLEANED = 5  # characters that cleaning changed, white space aside
+    BLANK = 6  # documents without visible text, left out
+    UNWANTED = 7  # records left out, since --where does not take them
+    TITLES = 8  # titles of articles, left out
+    MARKUP = 9  # lines of markup that were read as text
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class TokenizedChunk:
     lengths: NDArray[np.int64]  # [sentences] tokens
     documents: NDArray[np.int64]  # [sentences] number of the document
     digests: Mapping[int, bytes | bytearray]  # of the paragraphs of each document, one after the other
-    counted: NDArray[np.int64]  # [6]
+    counted: NDArray[np.int64]  # [10]; BLANK counts all documents that begin here, until `write_store`
 
 
 def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -104,6 +108,8 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, sha256: str, language: str, gi
     ids, continues, lengths = words.encode(sentences)
     seen = lengths > 0
     counted = [len(ids), np.count_nonzero(ids == unknown), np.count_nonzero(~seen), cut, chunk.replaced, cleaned]
+    blank, *others = (chunk.left.get(name, 0) for name in ("blank", "unwanted", "titles", "markup"))
+    counted += [chunk.documents + blank, *others]
     return TokenizedChunk(
         source=chunk.source,
         read=chunk.read,
@@ -139,6 +145,7 @@ def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) ->
             files["continues"].write(chunk.continues.tobytes())
             files["digests"].write(digester.add(chunk))
             counts[chunk.source] += chunk.counted
+            counts[chunk.source, Counted.BLANK] -= len(starts)  # those with text; no document lies in two files
             if len(chunk.documents):
                 last = int(chunk.documents[-1])
             tokens += len(chunk.ids)

@@ -25,18 +25,10 @@ from ranks import ROOT
 
 from data_prep import corpus, lines
 from data_prep.cleaning import clean
-from data_prep.corpus import (
-    LONGEST_PARAGRAPH,
-    Reading,
-    Source,
-    Where,
-    find_sources,
-    parse_where,
-    read_chunks,
-    read_paragraphs,
-)
+from data_prep.corpus import LONGEST_PARAGRAPH, Reading, read_chunks, read_paragraphs
 from data_prep.errors import DataError
 from data_prep.lines import read_blocks
+from data_prep.sources import Source, Where, find_sources, parse_where
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -145,7 +137,7 @@ def test_inputs_that_would_spoil_the_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.md").write_text("text")
     (tmp_path / "empty").mkdir()
-    kinds = "wanted .txt or .jsonl, plain or with .gz, .bz2, .xz or .zst, or .parquet"
+    kinds = "wanted .txt, .text, .jsonl, .ndjson, .json, plain or with .gz, .bz2, .xz, .zst, .zstd, or .parquet; "
     for inputs, where, message in (
         ([tmp_path, tmp_path / "a.txt"], None, "is given twice"),
         ([tmp_path], ("split", "train"), "selects on a field"),
@@ -240,7 +232,8 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from data_prep.cleaning import clean
-from data_prep.corpus import Reading, Source, read_chunks
+from data_prep.corpus import Reading, read_chunks
+from data_prep.sources import Source
 from data_prep.sentences import split_sentences
 cut = 0
 for chunk in read_chunks([Source(Path(sys.argv[1]), "a")], Reading()):

@@ -1,0 +1,187 @@
+"""The text files of a corpus: which files are read, in which format, and which are left out.
+
+The ending of a name, in capitals or not, says the format: see ENDINGS. ``--format`` says it for the names that don't,
+such as wikiextractor's ``wiki_00``. What is left out is counted by ending.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from data_prep.errors import DataError
+from data_prep.lines import COMPRESSED, read_head
+from data_prep.streams import say_error
+
+ENDINGS = {
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+FORMATS = ("auto", "text", "jsonl", "parquet", "wikiextractor")  # auto: by the ending alone
+WANTED = (
+    f"wanted {', '.join(ending for ending in ENDINGS if ending != '.parquet')}, plain or with {', '.join(COMPRESSED)}, "
+    "or .parquet; for files with other names, say their --format"
+)
+HIDDEN = "hidden"  # in place of an ending
+AN_ENDING = re.compile(r"\.[a-z][a-z0-9]{0,9}")  # not the number of a part, nor the end of a sentence
+Where = tuple[str, str] | None  # (field, value) of the records to take
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text file. The name is what the manifest says: the path below the given input, not the machine's."""
+
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Files below the input folders that are not read."""
+
+    ending: str  # of all of them: ".md", "" for none, or HIDDEN (a hidden folder counts as one file)
+    files: int
+    example: str  # name of the first of them
+
+
+def find_sources(inputs: Iterable[Path], where: Where = None, format: str = "auto") -> list[Source]:
+    """The text files among and below ``inputs``, in the order given and sorted inside a folder.
+
+    Links are followed; hidden files and folders inside a folder are left out, and so are files whose format neither
+    their ending nor ``format`` says. Raises DataError for a path that does not exist, is no text file or holds none,
+    for a file given twice, for plain text if there is ``where``, and for a .json that does not hold a record a line.
+    """
+    inputs = list(inputs)
+    sources: list[Source] = []
+    for given in inputs:
+        if not given.exists():
+            raise DataError(f"input {given} does not exist: check --input")
+        if given.is_dir():
+            below = (name for name, hidden in _files_below(given) if not hidden)
+            sources += [Source(given / name, name) for name in sorted(below) if format_of(name, format)]
+        elif format_of(given.name, format):
+            sources.append(Source(given, given.name))
+        else:
+            raise DataError(f"input {given} is no text: {WANTED}")
+    if not sources:
+        left_out = find_left_out(inputs, format)
+        found = f" but {describe_left_out(left_out)}" if left_out else ""
+        raise DataError(f"no text files in {', '.join(map(str, inputs))}{found}: {WANTED}")
+    _refuse_misfits(sources, where, format)
+    return sources
+
+
+def find_left_out(inputs: Iterable[Path], format: str = "auto") -> tuple[LeftOut, ...]:
+    """The files below ``inputs`` that `find_sources` leaves out, by ending, the most frequent first."""
+    files: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for given in inputs:
+        for name, hidden in sorted(_files_below(given)) if given.is_dir() else ():
+            if hidden or not format_of(name, format):
+                ending = HIDDEN if hidden else _shown(name)
+                files[ending] += 1
+                examples.setdefault(ending, name.encode("utf-8", "replace").decode())  # the manifest is UTF-8
+    order = sorted(files, key=lambda ending: (-files[ending], ending))
+    return tuple(LeftOut(ending, files[ending], examples[ending]) for ending in order)
+
+
+def describe_left_out(left_out: Iterable[LeftOut]) -> str:
+    """Says how many files of each ending there are, with an example of each."""
+    names = {"": "without an ending"}
+    return ", ".join(f"{some.files:,} {names.get(some.ending, some.ending)} ({some.example})" for some in left_out)
+
+
+def say_left_out(left_out: Collection[LeftOut]) -> None:
+    """Prints which files are not read, before the work begins."""
+    if left_out:
+        remedy = "" if all(some.ending == HIDDEN for some in left_out) else "; to read them, name their --format"
+        say_error(f"data_prep: files left out: {describe_left_out(left_out)}{remedy}")
+
+
+def format_of(name: str, format: str = "auto") -> str | None:
+    """The format of a file: by its ending, or else ``format``, one of FORMATS. None if neither says it.
+
+    Plain text is wikiextractor's if ``format`` says so: that program's output is often renamed to .txt.
+    """
+    ending, packing = _endings(name)
+    known = ENDINGS.get(ending)
+    if known == "parquet" and packing:  # it can't be read from a stream
+        known = None
+    if format == "auto" or (known and (known, format) != ("text", "wikiextractor")):
+        return known
+    return format
+
+
+def parse_where(condition: str | None) -> Where:
+    """``field=value`` of the command line."""
+    if condition is None:
+        return None
+    field, equals, value = condition.partition("=")
+    if not field or not equals:
+        raise DataError(f"--where {condition}: wanted field=value, such as split=train")
+    return field, value
+
+
+def _endings(name: str) -> tuple[str, str]:
+    """The ending that says the format, and that of the compression, in small letters; "" for none."""
+    path = PurePath(name.lower())
+    return (path.with_suffix("").suffix, path.suffix) if path.suffix in COMPRESSED else (path.suffix, "")
+
+
+def _shown(name: str) -> str:
+    ending, packing = _endings(name)
+    return (ending if AN_ENDING.fullmatch(ending) else "") + packing
+
+
+def _refuse_misfits(sources: list[Source], where: Where, format: str) -> None:
+    times = Counter(source.path.resolve() for source in sources)
+    for source in sources:
+        if times[source.path.resolve()] > 1:
+            raise DataError(f"input {source.path} is given twice: its text would be 'not next' to itself")
+        if where is not None and format_of(source.name, format) in ("text", "wikiextractor"):
+            raise DataError(f"--where selects on a field of records, and {source.path} is plain text")
+        if source.name.encode("utf-8", "replace").decode() != source.name:  # the manifest is UTF-8
+            raise DataError(f"input {str(source.path)!a}: its name is not UTF-8; rename it")
+        if _endings(source.name)[0] == ".json":
+            _refuse_whole(source.path)
+
+
+def _refuse_whole(path: Path) -> None:
+    """Raises DataError for a .json that is one array, or one object over many lines: told before the work begins."""
+    block = read_head(path)
+    if block is None or b"\0" in block.data:
+        return  # empty, or not text, which the reader says better
+    line, more, _ = block.data.decode(errors="replace").strip().partition("\n")
+    if line.startswith("["):
+        remedy = f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
+        raise DataError(f"{path}: one JSON array, wanted a record a line: {remedy}")
+    if line and (more or block.ends):
+        try:
+            json.loads(line)
+        except (ValueError, RecursionError):
+            raise DataError(
+                f"{path}: not JSON lines: its first line is not a whole record; write a record a line, or move it out "
+                "of the input if it is no text"
+            ) from None
+
+
+def _files_below(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Name and whether it is hidden, of each file; a hidden folder stands for all that is in it."""
+    for base, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        hidden = [name for name in folders if name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files + hidden:
+            yield Path(base, name).relative_to(folder).as_posix(), name.startswith(".")
+
+
+def _raise(error: OSError) -> None:
+    raise error  # a folder that can't be listed would be left out in silence
