@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from itertools import repeat
@@ -35,9 +35,9 @@ LONGEST_RECORD = 1 << 27  # bytes of a line of .jsonl: it has to be parsed in on
 BATCH_BYTES, BATCH_ROWS = 1 << 22, 256  # of .parquet read at once: about so many bytes, at most so many rows
 REPLACEMENT = "\ufffd"
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell half of a surrogate pair, UTF-8 can't
-MARKUP = ("<doc id=", "</doc>", "<!DOCTYPE", "<html", "<mediawiki", "WARC/1.", '{"')  # begins lines that are no text
+MARKUP = ("<doc ", "</doc>", "<DOC>", "<!DOCTYPE", "<html", "<mediawiki", "WARC/1.", '{"')  # begins what is no text
 MARKUP_STARTS = frozenset(mark[0] for mark in MARKUP)  # asked first: few lines have one
-ARTICLE = re.compile(r'<doc id=".*?"(?:.* title="(?P<title>.*)")?.*>')
+ARTICLE = re.compile(r'<doc(?: .*?(?:title="(?P<title>.*)")?)?>')
 ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}  # what wikiextractor writes for these characters
 ENTITY = re.compile("|".join(ENTITIES))
 
@@ -127,7 +127,7 @@ def _read(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Ite
         case "wikiextractor":
             head = read_head(path)
             if head is not None and head.data.lstrip().startswith(b"{"):
-                return _unescaped(_read_records(disk, path, reading, left))
+                return _read_records(disk, path, reading, left, _article_of)
             return _read_articles(disk, path, reading, left)
     return _read_text(disk, path, reading, left)
 
@@ -185,9 +185,9 @@ def _unescape(text: str) -> str:
     return ENTITY.sub(lambda entity: ENTITIES[entity[0]], text)
 
 
-def _unescaped(paragraphs: Iterator[Paragraph]) -> Iterator[Paragraph]:
-    for paragraph in paragraphs:
-        yield paragraph._replace(text=_unescape(paragraph.text))
+def _article_of(text: str) -> str:
+    """The text of wikiextractor's JSON, which has a paragraph on each line, as `_document` takes it."""
+    return _unescape(text).replace("\n", "\n\n")
 
 
 def _decode_lines(block: Block, path: Path, reading: Reading) -> Iterable[tuple[str, int]]:
@@ -200,7 +200,9 @@ def _decode_lines(block: Block, path: Path, reading: Reading) -> Iterable[tuple[
     ]
 
 
-def _read_records(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
+def _read_records(
+    disk: FileIO, path: Path, reading: Reading, left: Counter[str], edit: Callable[[str], str] = str
+) -> Iterator[Paragraph]:
     for block in read_blocks(disk, path, LONGEST_RECORD):
         for number, line in enumerate(block.data.split(b"\n"), block.number):
             place = f"{path}, line {number}"
@@ -213,7 +215,7 @@ def _read_records(disk: FileIO, path: Path, reading: Reading, left: Counter[str]
             if text is None:
                 left["unwanted"] += 1
             else:
-                yield from _document(text, replaced, place, reading, left)
+                yield from _document(edit(text), replaced, place, reading, left)
 
 
 def _text_of(line: str, place: str, reading: Reading) -> str | None:
@@ -311,6 +313,8 @@ def _document(text: str, replaced: int, place: str, reading: Reading, left: Coun
         replaced += halves
     first = True
     for paragraph in _split_paragraphs(text):
+        if paragraph.startswith(MARKUP):
+            left["markup"] += 1
         for cut, piece in enumerate(_pieces(paragraph) if len(paragraph) > LONGEST_PARAGRAPH else (paragraph,)):
             yield Paragraph(first, piece, replaced, min(cut, 1))
             first, replaced = False, 0

@@ -261,8 +261,8 @@ def test_a_manifest_from_before_these_counts_is_read(tmp_path: Path, tokenizer: 
 
 def test_articles_are_documents(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without titles and tags; blank lines part paragraphs, not documents; what was escaped is as it was."""
-    packed = {"AA/wiki_00": ARTICLES, "AA/wiki_01.bz2": bz2.compress(ARTICLES.encode()), "AB.txt": ARTICLES}
-    folder = write(tmp_path / "in", {**packed, "b.txt": TEXT, "CRLF.TXT": ARTICLES.replace("\n", "\r\n")})
+    folder = write(tmp_path / "in", {"AA/wiki_00": ARTICLES, "AA/wiki_01.bz2": bz2.compress(ARTICLES.encode())})
+    write(folder, {"AB.txt": ARTICLES, "b.txt": TEXT, "CRLF.TXT": ARTICLES.replace("\n", "\r\n")})
     manifest = built(folder, tokenizer, "--format", "wikiextractor")
     files = by_name(manifest)
     plain = files.pop("b.txt")
@@ -276,11 +276,18 @@ def test_articles_are_documents(tmp_path: Path, tokenizer: Path, capsys: pytest.
     assert "title" not in (tmp_path / "vocab" / "vocab.txt").read_text()
 
 
-def test_its_json_is_read_by_the_same_format(tmp_path: Path, tokenizer: Path) -> None:
-    lines = [{"id": "1", "title": "A", "text": "a b c.\nd &lt; e."}, {"id": "2", "title": "B", "text": ""}]
-    folder = write(tmp_path / "in", {"wiki_00": "\n".join(map(json.dumps, lines)), "a.txt": TEXT})
-    file = by_name(built(folder, tokenizer, "--format", "wikiextractor"))["wiki_00"]
-    assert (file.tokens, file.unknown, file.blank) == (8, 0, 1)
+def test_its_json_holds_the_same_articles(tmp_path: Path, tokenizer: Path) -> None:
+    texts = ["a b c.\nd e f &lt; g &amp; h.\ng h i.", "", "a b c d.\ne f g."]
+    lines = "\n".join(json.dumps({"id": "1", "title": "A", "text": text}) for text in texts)
+    made = {}
+    for name, content in (("text", ARTICLES), ("json", lines)):
+        folder = write(tmp_path / name, {"wiki_00": content})
+        manifest = built(folder, tokenizer, "--format", "wikiextractor", out=f"out-{name}")
+        made[name] = {
+            path: data for path, data in contents(tmp_path / f"out-{name}").items() if path != "manifest.json"
+        }
+        assert (manifest.corpus.documents, manifest.corpus.files[0].blank) == (2, 1)
+    assert made["text"] == made["json"]
 
 
 @pytest.mark.parametrize(
@@ -307,6 +314,8 @@ def test_an_article_that_was_cut_is_named(
         ("page.txt", "<!DOCTYPE html>\n<html>\n<p>a b</p>\n\n" + TEXT, 2),
         ("dump.txt", "<mediawiki>\n" + TEXT, 1),
         ("records.txt", RECORDS, 2),
+        ("trec.txt", "<DOC>\n<DOCNO> 1 </DOCNO>\na b\n" + TEXT, 1),
+        ("crawl.jsonl", json.dumps({"text": "<!DOCTYPE html>\n<html><p>a b"}) + "\n" + RECORDS, 1),
     ],
 )
 def test_markup_that_is_learnt_is_told(
