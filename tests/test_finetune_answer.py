@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from finetune_toys import CLS, FIRST, SEP, answers, learn, tiny, vocabulary, without_gradient
 from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from trainer.errors import TrainerError
 from trainer.finetune.answer import AnswerTask, best_span, most_context, windows
+from trainer.finetune.characters import whole_characters
 from trainer.finetune.questions import Question
 from trainer.finetune.squad import best_thresholds, exact_match, f1, normalise, squad_figures
 from trainer.finetune.task import Unit, collate
@@ -137,6 +142,66 @@ def test_an_answer_comes_back_as_its_very_characters(letters: Tokenizer, context
     assert units[0][0].targets != (0, 0)
     assert [one.text for one in task.found([record], units, perfect(units))] == [answer]
     assert task.score([record], units, perfect(units)) == {"f1": 1.0, "exact_match": 1.0}
+
+
+SCRIPTS = [  # context, answer
+    ("Café de Flore was opened by André", "Café"),
+    ("Café de Flore was opened by André", "André"),
+    ("in Việt Nam, Huế", "Việt"),  # two marks on one letter
+    ("in Việt Nam, Huế", "Huế"),
+    ("שָׁלוֹם עוֹלָמָ", "שָׁלוֹם"),
+    ("שָׁלוֹם עוֹלָמָ", "עוֹלָמָ"),
+    ("قَالَ مَرْحَبًا", "قَالَ"),
+    ("قَالَ مَرْحَبًا", "مَرْحَبًا"),
+    ("कुलु में नमस्ते", "कुलु"),
+    ("कुलु में नमस्ते", "में"),
+    ("ไม่ ไม้", "ไม้"),
+    ("한국 사람", "한국"),
+    ("한국 사람", "사람"),
+    ("কো নো", "কো"),  # its vowel sign is one code point or two, which the tokenizer keeps
+    ("ന്\u200d അവന്\u200d", "ന്\u200d"),  # Malayalam's old way to write a final consonant
+    ("പാക്\u200c ക", "പാക്\u200c"),
+    ("کتاب\u200cها", "کتاب"),  # a plural: the joiner between is neither's
+    ("q\u0307\u0323x q\u0307\u0323", "q\u0307\u0323"),  # a letter that is composed nowhere
+    ("\u0301ab c", "\u0301ab"),  # marks without a letter before them
+    ("c \u0301\u0302ab", "\u0301\u0302ab"),
+    ("c \u0301ab", "c"),
+    ("a☎\ufe0f b", "a☎\ufe0f"),
+]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize(("context", "answer"), SCRIPTS)
+def test_an_answer_keeps_the_marks_that_the_tokenizer_strips(
+    tmp_path: Path, context: str, answer: str, form: Literal["NFC", "NFD"]
+) -> None:
+    bare = unicodedata.normalize("NFD", "".join(context for context, _ in SCRIPTS)).lower()
+    characters = sorted({c for c in bare if unicodedata.category(c) not in ("Mn", "Cf") and c.strip()})
+    tokenizer = vocabulary(tmp_path / "all", " ".join([*characters, *(f"##{c}" for c in characters)]))
+    context, answer = unicodedata.normalize(form, context), unicodedata.normalize(form, answer)
+    task, record = AnswerTask(), asked("q", context, answer)
+    units = task.units(record, tokenizer, 64, training=True)
+    assert units[0][0].targets != (0, 0) and tokenizer.token_to_id("[UNK]") not in units[0][0].tokens[3:]
+    assert [one.text for one in task.found([record], units, perfect(units))] == [answer]
+
+
+@pytest.mark.parametrize("context", ["한국어 각", "কো নো কে", "Việt Huế", "ĝâ Ǖb", "שָׁלוֹם", "ᬓ\u1b43ᬓ"])
+def test_every_span_is_the_same_of_a_composed_and_a_decomposed_text(context: str) -> None:
+    """No span separates what one code point is in the composed text; nor does an unknown word, or kept accents."""
+    composed, decomposed = (unicodedata.normalize(form, context) for form in ("NFC", "NFD"))
+    kept = [c for c in unicodedata.normalize("NFD", context).lower() if unicodedata.category(c) != "Mn" and c != " "]
+    for pieces in (kept, kept[:2]):
+        names = dict.fromkeys(["[UNK]", *pieces, *(f"##{piece}" for piece in pieces)])
+        encoder = Tokenizer(WordPiece({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+        encoder.normalizer, encoder.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
+        spans = []
+        for text in (composed, decomposed):
+            found = encoder.encode(text)
+            own = whole_characters(text, np.array(found.offsets, np.int64))
+            ends = [(a, b) for a in range(len(own)) for b in range(a, len(own))]
+            cut = [unicodedata.normalize("NFC", text[own[a, 0] : own[b, 1]]) for a, b in ends]
+            spans.append((found.ids, cut))
+        assert spans[0] == spans[1]
 
 
 def test_the_trainer_that_ours_is_compared_with_gets_the_answers_tokens(letters: Tokenizer) -> None:

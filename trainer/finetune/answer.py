@@ -26,11 +26,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.errors import TrainerError
+from trainer.finetune.characters import Integers, whole_characters
 from trainer.finetune.questions import Question, read_questions
 from trainer.finetune.squad import best_thresholds, squad_figures
 from trainer.finetune.task import TaskBatch, Unit, pack
 
-Integers = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
@@ -182,7 +182,7 @@ def most_context(spans: Sequence[tuple[int, int]], pieces: int) -> Integers:
 @lru_cache(1)  # a context's questions come one after another
 def _pieces(tokenizer: Tokenizer, context: str) -> tuple[list[int], Integers]:
     encoding = tokenizer.encode(context, add_special_tokens=False)
-    return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    return encoding.ids, whole_characters(context, np.array(encoding.offsets, np.int64).reshape(-1, 2))
 
 
 def _gold(record: Question, offsets: Integers, training: bool) -> tuple[int, int]:
