@@ -52,6 +52,9 @@ class Toy:
     def read(self, path: Path) -> list[Any]:
         raise NotImplementedError
 
+    def classes(self, records: Sequence[Any]) -> dict[str, float]:
+        raise NotImplementedError
+
     def units(self, record: Any, tokenizer: Any, longest: int, training: bool) -> list[Unit]:
         raise NotImplementedError
 

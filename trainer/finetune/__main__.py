@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,17 @@ from trainer.checkpoint import file_sha256
 from trainer.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
 from trainer.exits import DONE, STOPPED
-from trainer.finetune.data import Part, read_part, read_training
+from trainer.finetune.data import Part, Table, read_part, read_training
 from trainer.finetune.formats import split_name
+from trainer.finetune.labels import only_class
 from trainer.finetune.options import Options, parse
-from trainer.finetune.report import closing, draw, table
+from trainer.finetune.predict import default_name
+from trainer.finetune.report import closing, counted, draw, table
 from trainer.finetune.result import Result, summarise
 from trainer.finetune.run import Job
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import PICTURE, conclude, require_same, sweep
+from trainer.finetune.task import Task
 from trainer.finetune.tasks import known
 from trainer.journal import say
 from trainer.lock import PATIENCE, hold
@@ -91,12 +94,16 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
         if not part.known:
             raise TrainerError(f"{part.path} holds no answers to be judged by: give it its labels (--label-column)")
     test = None if options.test is None else read_part(options.test, task, encoder, longest)
+    _tell_classes(task, options.wish.train, training, list(filter(None, (dev, *also, test))), tell)
+    if test is not None and not test.known:
+        options = replace(options, predict=options.predict or options.out / default_name(test.path))
+        tell(f"{test.path} has no labels: it is predicted, into {options.predict}, and not scored")
     identity = {
         "task": options.task,
         "model": given.sha256,
         "train": _which(options.wish.train),
         "dev": _which(options.dev),
-        "wish": {name: str(value) for name, value in asdict(options.wish).items() if name != "train"},
+        "wish": {name: str(value) for name, value in asdict(options.wish).items() if _decides(name, value)},
         "labels": list(task.labels),
         "recipe": {k: v for k, v in asdict(options.recipe).items() if k not in ("batch", "rate", "epochs")},
         "evaluation": [options.eval_every, options.patience],
@@ -104,6 +111,21 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
     start = choose(given, task, tell)
     tell(f"{options.task}: {len(training):,} to learn from, {len(dev.table):,} to be judged by")
     return Job(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
+
+
+def _tell_classes(task: Task, train: Path, training: Table, parts: list[Part], tell: Callable[[str], None]) -> None:
+    """The classes of each file, and a warning for a file to be judged by that has a single one."""
+    tell("classes in " + counted(train, training.classes))
+    for part in parts:
+        tell("classes in " + counted(part.path, part.table.classes))
+        if task.labels and (label := only_class(part.table.classes)):
+            said = f"warning: every label in {part.path} is {label}"
+            tell(f"{said}: if it means that there is none, say --no-label {label}")
+
+
+def _decides(name: str, value: Any) -> bool:
+    """Whether a wish is part of a run's identity: not ``no_label`` unless it is given, which older runs do not know."""
+    return name != "train" and (name != "no_label" or bool(value))
 
 
 def _which(path: Path) -> list[str]:

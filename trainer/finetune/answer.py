@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trainer.errors import TrainerError
 from trainer.finetune.characters import Integers, whole_characters
+from trainer.finetune.labels import Counts, count
 from trainer.finetune.questions import Question, read_questions
 from trainer.finetune.squad import best_thresholds, squad_figures
 from trainer.finetune.task import TaskBatch, Unit, pack
@@ -81,6 +82,11 @@ class AnswerTask:
                 if question.answers == ():
                     raise TrainerError(f"{question.where}: no answer; take the task squad2, or leave it out")
         return questions
+
+    def classes(self, records: Sequence[Question]) -> Counts:
+        """Questions with an answer and, in SQuAD 2.0, without one."""
+        names = ("answered", "unanswerable") if self.unanswerable else ("answered",)
+        return count(names, (None if r.answers is None else names[not r.answers] for r in records))
 
     def units(self, record: Question, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
         """Each window as a unit; its head reads [CLS] and the context. The first of several answers is learnt from."""

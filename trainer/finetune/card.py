@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.finetune.report import table
+from trainer.finetune.report import SHOWN, table
 from trainer.finetune.result import Row
 from trainer.finetune.run import Job
 from trainer.model_card import markdown_table
@@ -77,6 +77,9 @@ def _data(job: Job) -> Iterator[str]:
     options = job.options
     train, dev = (job.identity[part][0] for part in ("train", "dev"))  # their sha256; the names say which rows
     yield f"- learnt from: `{options.wish.train.name}`, {len(job.training):,} examples, sha256 `{train}`"
+    if job.task.labels:
+        counts = (f"`{label}` ({number:,.10g})" for label, number in list(job.training.classes.items())[:SHOWN])
+        yield f"- its classes: {', '.join(counts)}"
     yield f"- judged by and chosen by: `{options.dev.name}`, {len(job.dev.table):,}, sha256 `{dev}`"
     yield from (f"- scored at the end: `{part.path.name}`, {len(part.table):,}" for part in job.also)
 

@@ -24,6 +24,7 @@ from kernels.cross_entropy import cross_entropy
 from trainer.errors import TrainerError
 from trainer.finetune.classify import cut
 from trainer.finetune.formats import Row, read_rows
+from trainer.finetune.labels import Counts, count, says_nothing
 from trainer.finetune.task import TaskBatch, Unit, pack, with_targets
 
 Answers = Sequence[NDArray[np.float32]]
@@ -37,6 +38,7 @@ class Choices:
     choices: tuple[str, ...]  # one alone holds a JSON list
     beginning: str = ""  # empty where choices stand by themselves
     label: str = "label"
+    no_label: tuple[str, ...] = ()  # values that mean that nobody knows the right one
 
 
 SWAG = Choices("sent1", tuple(f"ending{number}" for number in range(4)), "sent2")
@@ -77,6 +79,11 @@ class ChoiceTask:
     def read(self, path: Path) -> list[Record]:
         """The records of a file. TrainerError for one of another number of choices."""
         return read_records(path, self.columns, self.choices)
+
+    def classes(self, records: Sequence[Record]) -> Counts:
+        """How often each choice is the right one, by its number."""
+        targets = (None if record.target is None else str(record.target) for record in records)
+        return count([str(number) for number in range(self.choices)], targets)
 
     def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
         """One unit: an example for each choice, cut to ``longest`` tokens, the longer of context and choice first."""
@@ -165,10 +172,11 @@ def _list(text: str, name: str, where: str) -> list[str]:
 
 def _target(row: Row, columns: Choices, values: list[str], where: str) -> int | None:
     label = row.values.get(columns.label)
-    if label is None or not label.strip():
+    if label is None or says_nothing(label, columns.no_label):
         return None
     if not label.isdecimal() or int(label) >= len(values):
         raise TrainerError(
-            f"{where}: {columns.label} is {label!r}; it must be a choice's number, 0 to {len(values) - 1}"
+            f"{where}: {columns.label} is {label!r}; it must be a choice's number, 0 to {len(values) - 1}; if it means "
+            f"that there is no label, say --no-label {label}"
         )
     return int(label)

@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.cross_entropy import cross_entropy
 from trainer.errors import TrainerError
 from trainer.finetune.formats import Row, read_rows
+from trainer.finetune.labels import NONE, Counts, count, says_nothing
 from trainer.finetune.measures import FIGURES
 from trainer.finetune.task import TaskBatch, Unit, fit, pack, with_targets
 
@@ -43,6 +44,7 @@ class Format:
     columns: tuple[Columns, ...]  # the first whose texts are all there holds
     headless: tuple[str, ...] = ()  # names of the columns of a file whose first line is a record
     dropped: tuple[str, ...] = ()  # labels of records that nobody could decide
+    no_label: tuple[str, ...] = ()  # values that mean that a record has none
     lower: bool = False  # whether labels stand there in capitals, too
     skips: bool = False  # whether rows that are too short are left out, not refused
 
@@ -85,6 +87,14 @@ class SentenceTask:
     def read(self, path: Path) -> list[Record]:
         """The records of a file; without a column of labels none is known. See ``read_records``."""
         return read_records(path, self.format, self.labels, self.tell)
+
+    def classes(self, records: Sequence[Record]) -> Counts:
+        """Records of each class; for numbers how many there are, the lowest and the highest."""
+        if self.labels:
+            return count(self.labels, (None if r.target is None else self.labels[int(r.target)] for r in records))
+        known = [record.target for record in records if record.target is not None]
+        counts: Counts = {"numbers": len(known)} | ({"lowest": min(known), "highest": max(known)} if known else {})
+        return counts | ({NONE: len(records) - len(known)} if len(known) < len(records) else {})
 
     def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
         """The record, cut to ``longest`` tokens."""
@@ -154,6 +164,10 @@ def read_records(path: Path, form: Format, labels: Sequence[str], tell: Callable
     labels that are not known.
     """
     rows, columns = open_file(path, form)
+    for other in form.columns:
+        if other != columns and {*other.texts, other.label} <= rows[0].values.keys():
+            used, unused = ", ".join((*columns.texts, columns.label)), ", ".join((*other.texts, other.label))
+            tell(f"{path}: columns {used} are used, not {unused}: choose others by --text-columns and --label-column")
     numbers = {label: float(number) for number, label in enumerate(labels)}
     records, short, undecided = [], 0, 0
     for row in rows:
@@ -196,7 +210,7 @@ def find_labels(path: Path, form: Format) -> tuple[str, ...]:
     """The labels of a training file, in order: as numbers where all are, else by name."""
     rows, columns = open_file(path, form)
     found = {_label(row, columns, form) for row in rows} - {*form.dropped}
-    labels = [label for label in found if label is not None and label.strip()]
+    labels = [label for label in found if label is not None]
     if len(labels) < 2:
         raise TrainerError(
             f"{path} has {len(labels)} label(s) in its column {columns.label}: name the right one by --label-column, "
@@ -208,17 +222,21 @@ def find_labels(path: Path, form: Format) -> tuple[str, ...]:
 
 
 def _label(row: Row, columns: Columns, form: Format) -> str | None:
+    """The row's label; None if it has none."""
     label = row.values.get(columns.label)
-    return label.lower() if label is not None and form.lower else label
+    if label is None or says_nothing(label, form.no_label):
+        return None
+    return label.lower() if form.lower else label
 
 
 def _target(label: str | None, numbers: dict[str, float], where: str) -> float | None:
-    if label is None or not label.strip():
+    if label is None:
         return None
     if numbers:
         if label not in numbers:
             known = ", ".join(list(numbers)[:10])
-            raise TrainerError(f"{where} is {label!r}, which is none of {known}")
+            remedy = f"if it means that there is no label, say --no-label {label}"
+            raise TrainerError(f"{where} is {label!r}, which is none of {known}; {remedy}")
         return numbers[label]
     try:
         value = float(label)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.errors import TrainerError
+from trainer.finetune.labels import Counts
 from trainer.finetune.task import Batched, Task, TaskBatch, TaskCounts, Unit
 from trainer.order import Order, deal
 
@@ -23,7 +24,8 @@ SHARE = 16  # bits of a sample's number that say which example of its unit it is
 class Table:
     """Units in flat arrays; ``batch`` makes of some what ``task.collate`` makes of them, without a loop in Python."""
 
-    def __init__(self, units: Sequence[Unit], task: Task) -> None:
+    def __init__(self, units: Sequence[Unit], task: Task, classes: Counts | None = None) -> None:
+        self.classes = classes or {}  # of the records that the units are of
         examples = [example for unit in units for example in unit]
         self.dtype = task.dtype
         self.examples = _counts(units)  # (U,) of each unit
@@ -108,16 +110,17 @@ def read_part(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> Par
     units = flat_units(task, records, tokenizer, longest, training=False)
     if not units:
         raise TrainerError(f"{path} holds nothing to be asked")
-    return Part(path, records, units, Table(units, task))
+    return Part(path, records, units, Table(units, task, task.classes(records)))
 
 
 def read_training(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> Table:
     """A file to learn from: only units with a target."""
-    units = flat_units(task, task.read(path), tokenizer, longest, training=True)
+    records = task.read(path)
+    units = flat_units(task, records, tokenizer, longest, training=True)
     units = [unit for unit in units if task.count(unit)]
     if not units:
         raise TrainerError(f"{path} holds no answers to learn from: it needs its labels (see --label-column)")
-    return Table(units, task)
+    return Table(units, task, task.classes(records))
 
 
 def flat_units(task: Task, records: list[Any], tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:

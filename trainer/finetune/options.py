@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         model=given.model,
         tokenizer=given.tokenizer,
         out=given.out,
-        wish=Wish(train, columns, given.regression, given.measure, given.head == "mlp"),
+        wish=Wish(train, columns, given.regression, given.measure, given.head == "mlp", tuple(given.no_label)),
         dev=dev,
         test=test,
         also=also,
@@ -222,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         "--text-columns", metavar="A[,B]", help="the columns of the text, of the pair, or of context and choices"
     )
     data.add_argument("--label-column", metavar="C", help="the column of the label, or the number")
+    data.add_argument("--no-label", action="append", default=[], metavar="VALUE", help="a label that means none, as -1")
     data.add_argument("--regression", action="store_true", help="labels are numbers (task sentence)")
     data.add_argument("--predict", type=Path, metavar="FILE", help="write predictions, .tsv or .jsonl, of test, or dev")
     recipe = parser.add_argument_group("recipe; several values, parted by commas, make a sweep")

@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import replacing
+from trainer.finetune.formats import split_name
+
+
+def default_name(path: Path) -> str:
+    """The name of a file's predictions in the folder of results, if the user names none."""
+    return f"predictions-{split_name(path)[0].stem}.jsonl"
 
 
 def write_predictions(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import replacing
+from trainer.finetune.labels import Counts
 from trainer.finetune.result import Row
 
+SHOWN = 30  # classes on a line
 _HEADINGS = ("rate", "batch", "epochs", "median", "spread", "best", "n", "diverged", "constant")
 
 
@@ -24,6 +26,13 @@ def table(rows: Sequence[Row], measure: str) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     told = "spread: standard deviation; constant: runs that say the same of everything"
     return "\n".join([f"{measure} on dev, over seeds ({told})", *lines])
+
+
+def counted(path: Path, counts: Counts) -> str:
+    """A file's classes, and how often each stands there, in a line."""
+    parts = [f"{label} ({number:,.10g})" for label, number in counts.items()]
+    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
+    return f"{path}: {', '.join(parts[:SHOWN])}{more}"
 
 
 def closing(tree: dict[str, Any]) -> str:

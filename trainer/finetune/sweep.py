@@ -16,8 +16,9 @@ from trainer.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
 from trainer.finetune.card import card
 from trainer.finetune.data import Part
+from trainer.finetune.labels import Counts
 from trainer.finetune.options import Setting
-from trainer.finetune.predict import write_predictions
+from trainer.finetune.predict import default_name, write_predictions
 from trainer.finetune.result import Result, Row, read_json, read_result, summarise, write_json
 from trainer.finetune.run import WEIGHTS, Job, Run
 from trainer.finetune.save import write_model
@@ -88,6 +89,7 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
         "measure": measure,
         "runs": [asdict(result) for result in results],
         "settings": [asdict(row) for row in rows],
+        "classes": _classes(job, test),
     }
     path = options.out / RESULTS
     together(lambda: write_json(path, tree) if world.is_main else None, world)  # also if none can be chosen
@@ -149,12 +151,19 @@ def require_same(job: Job) -> None:
     if not path.exists():
         if held := [name for name in (MODEL, RESULTS, PICTURE) if (out / name).exists()]:
             raise TrainerError(f"{out} holds {held[0]}, which is not a fine-tuning's: name another --out")
-        write_json(path, job.identity)
+        write_json(path, job.identity | {"classes": _classes(job, None)})
     then = read_json(path)
     if different := [key for key, value in job.identity.items() if then.get(key) != value]:
         raise TrainerError(f"{out} has results of another {' and another '.join(different)}: name another --out")
-    if job.options.predict is not None:
-        _require_ours(job.options.predict, out / RESULTS)
+    predict, test = job.options.predict, job.options.test
+    if predict is not None and (test is None or predict != out / default_name(test)):
+        _require_ours(predict, out / RESULTS)
+
+
+def _classes(job: Job, test: Part | None) -> dict[str, Counts]:
+    """How often each class stands in each file."""
+    parts = [job.dev, *job.also, *([] if test is None else [test])]
+    return {str(job.options.wish.train): job.training.classes} | {str(p.path): p.table.classes for p in parts}
 
 
 def _require_ours(predict: Path, results: Path) -> None:

@@ -1,9 +1,9 @@
 """Token tagging, as of named entities: a label for each word of a sentence, asked of the word's first piece.
 
 Two formats are read. CoNLL-2003's own: a line a word, its columns parted by blanks, the word first and its tag last, an
-empty line between sentences, ``-DOCSTART-`` between documents. And, where the name ends as of JSON lines, such:
-{"tokens": ["EU", …], "ner_tags": ["B-ORG", …]}, without ner_tags where nobody knows. Tags are O, B-TYPE and I-TYPE.
-Where a file has them as published in 2003 (IOB1: B- only where an entity follows another of its type), they are
+empty line between sentences, ``-DOCSTART-`` between documents; lines of one column are words without tags. And JSON
+lines: {"tokens": ["EU", …], "ner_tags": ["B-ORG", …]}, without ner_tags if nobody knows them. Tags are O, B-TYPE and
+I-TYPE. Where a file has them as published in 2003 (IOB1: B- only where an entity follows another of its type), they are
 brought to BIO, where each entity begins with B-, and that is told.
 """
 
@@ -26,8 +26,9 @@ from kernels.cross_entropy import cross_entropy
 from trainer.errors import TrainerError
 from trainer.finetune.entities import entities, entity_figures
 from trainer.finetune.formats import LINES
+from trainer.finetune.labels import Counts, count, says_nothing
 from trainer.finetune.lines import json_objects, read_lines
-from trainer.finetune.task import Example, TaskBatch, Unit, pack
+from trainer.finetune.task import TaskBatch, Unit, pack
 
 OUTSIDE = "O"
 TAG = re.compile(r"O|[BI]-\S+")
@@ -41,7 +42,7 @@ class Sentence:
 
     number: int  # in its file, from 0
     words: tuple[str, ...]
-    tags: tuple[str, ...]  # empty where nobody knows
+    tags: tuple[str, ...]  # of each word, "" if nobody knows; empty if nobody knows any
     lines: Sequence[int]  # of the file, where each word stands
 
 
@@ -51,6 +52,7 @@ class TagTask:
 
     labels: tuple[str, ...]  # O first
     tell: Callable[[str], None] = _log.warning  # what became of a file
+    no_label: tuple[str, ...] = ()  # tags that mean that a word has none
 
     name = "ner"
     measure = "f1"
@@ -61,16 +63,17 @@ class TagTask:
     export_class = "BertForTokenClassification"
 
     @classmethod
-    def of(cls, training: Path, tell: Callable[[str], None] = _log.warning) -> TagTask:
+    def of(cls, training: Path, tell: Callable[[str], None] = _log.warning, no_label: tuple[str, ...] = ()) -> TagTask:
         """The task whose labels are O, and B- and I- of each type in the training file. TrainerError without one.
 
         A small file may hold no entity of two words of a type that others have.
         """
-        tags = {tag for sentence in read_sentences(training, lambda _: None) for tag in sentence.tags} - {OUTSIDE}
+        sentences = read_sentences(training, lambda _: None, no_label)
+        tags = {tag for sentence in sentences for tag in sentence.tags} - {OUTSIDE, ""}
         if not tags:
             raise TrainerError(f"{training}: no word has a tag other than O; there is nothing to learn from")
         kinds = sorted({tag[2:] for tag in tags})
-        return cls((OUTSIDE, *(f"{first}-{kind}" for first in "BI" for kind in kinds)), tell)
+        return cls((OUTSIDE, *(f"{first}-{kind}" for first in "BI" for kind in kinds)), tell, no_label)
 
     @property
     def outputs(self) -> int:
@@ -79,18 +82,25 @@ class TagTask:
 
     def read(self, path: Path) -> list[Sentence]:
         """The sentences of a file. TrainerError for a tag that is none of the labels."""
-        sentences = read_sentences(path, self.tell)
+        sentences = read_sentences(path, self.tell, self.no_label)
         for sentence in sentences:
             for word, tag, line in zip(sentence.words, sentence.tags, sentence.lines, strict=False):
-                if tag not in self.labels:
+                if tag and tag not in self.labels:
                     known = ", ".join(self.labels)
                     raise TrainerError(
                         f"{path}, line {line}: {word!r} has the tag {tag}; the training file has {known}"
                     )
         return sentences
 
+    def classes(self, records: Sequence[Sentence]) -> Counts:
+        """Words with each label."""
+        words = ((tag or None for tag in r.tags) if r.tags else (None for _ in r.words) for r in records)
+        return count(self.labels, (tag for tags in words for tag in tags))
+
     def units(self, record: Sentence, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
         """Windows of whole words, none for a sentence without a visible character; each word is asked for once.
+
+        For training only words with a label are asked for.
 
         A word of more pieces than a window holds keeps its first ones. A word without any (of control characters, say)
         is not asked for, and is outside of all entities.
@@ -100,19 +110,20 @@ class TagTask:
         for piece, word in zip(encoding.ids, encoding.word_ids, strict=True):
             assert word is not None  # only control tokens stand in no word
             pieces[word].append(piece)
-        return [(self._example(record, pieces, words, tokenizer, longest),) for words in _windows(pieces, longest - 2)]
-
-    def _example(
-        self, record: Sentence, pieces: list[list[int]], words: list[int], tokenizer: Tokenizer, longest: int
-    ) -> Example:
-        own = [pieces[word][: longest - 2] for word in words]
-        starts = np.cumsum([1, *map(len, own)]).tolist()  # behind [CLS]
-        return replace(
-            pack(tokenizer, [piece for word in own for piece in word]),
-            places=tuple(starts[:-1]),
-            targets=tuple(self.labels.index(record.tags[word]) for word in words if record.tags),
-            origin=(record.number, words),
-        )
+        known = [bool(tag) for tag in record.tags] or [False] * len(record.words)
+        asked = known if training else [True] * len(known)
+        units: list[Unit] = []
+        for words in _windows(pieces, longest - 2):
+            own = [pieces[word][: longest - 2] for word in words]
+            starts = np.cumsum([1, *map(len, own)]).tolist()  # behind [CLS]
+            example = replace(
+                pack(tokenizer, [piece for word in own for piece in word]),
+                places=tuple(start for start, word in zip(starts, words, strict=False) if asked[word]),
+                targets=tuple(self.labels.index(record.tags[word]) for word in words if known[word]),
+                origin=(record.number, [word for word in words if asked[word]]),
+            )
+            units.append((example,))
+        return units
 
     def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
         """() fp32: the words' cross-entropies, summed."""
@@ -130,9 +141,10 @@ class TagTask:
         known = [(record.tags, tags) for record, tags in both if record.tags]
         if not known:
             raise TrainerError(f"{self.name}: there is no sentence with tags to be judged by")
-        gold, said = zip(*known, strict=True)
-        right = sum(own == other for a, b in known for own, other in zip(a, b, strict=True))
-        return entity_figures(gold, said) | {"accuracy": right / sum(map(len, gold))}
+        words = [(own, other) for a, b in known for own, other in zip(a, b, strict=True) if own]
+        gold = [[own or OUTSIDE for own in a] for a, _ in known]
+        said = [[other if own else OUTSIDE for own, other in zip(a, b, strict=True)] for a, b in known]
+        return entity_figures(gold, said) | {"accuracy": sum(own == other for own, other in words) / len(words)}
 
     def tags(
         self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
@@ -171,16 +183,29 @@ def _windows(pieces: list[list[int]], room: int) -> Iterator[list[int]]:
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def read_sentences(path: Path, tell: Callable[[str], None] = _log.warning) -> list[Sentence]:
-    """The sentences of a file, tagged in BIO; ``tell`` hears if they were not. TrainerError by file and line."""
+def read_sentences(
+    path: Path, tell: Callable[[str], None] = _log.warning, no_label: Sequence[str] = ()
+) -> list[Sentence]:
+    """The sentences of a file, tagged in BIO; ``tell`` hears if they were not. TrainerError by file and line.
+
+    A tag that is in ``no_label`` stands for a word without one.
+    """
     read = _json_sentences if path.suffix in LINES else _conll_sentences
-    sentences = list(read(path))
+    sentences = []
+    for sentence in read(path):
+        tags = tuple("" if says_nothing(tag, no_label) else tag for tag in sentence.tags)
+        for tag, line in zip(tags, sentence.lines, strict=False):
+            if tag and not TAG.fullmatch(tag):
+                remedy = f"bring the tags to BIO, or, if it means that there is no label, say --no-label {tag}"
+                raise TrainerError(f"{path}, line {line}: tag {tag!r} is none of O, B-TYPE and I-TYPE; {remedy}")
+        sentences.append(replace(sentence, tags=tags if any(tags) else ()))
     if not sentences:
         raise TrainerError(f"{path} holds no sentence; write a line for each word: the word, a blank and its tag")
     return _in_bio(path, sentences, tell)
 
 
 def _conll_sentences(path: Path) -> Iterator[Sentence]:
+    """The sentences, with tags as they stand there; in a file of one column there are none."""
     number, wanted = 0, 0
     rows: list[tuple[str, str, int]] = []  # the words of this sentence so far, their tags and lines
     for line, text in enumerate([*read_lines(path), ""], 1):
@@ -188,14 +213,13 @@ def _conll_sentences(path: Path) -> Iterator[Sentence]:
         if columns == [""] or columns[0] == "-DOCSTART-":
             if rows:
                 words, tags, lines = zip(*rows, strict=True)
-                yield Sentence(number, words, tags, lines)
+                yield Sentence(number, words, tags if wanted > 1 else (), lines)
                 number, rows = number + 1, []
             continue
         wanted = wanted or len(columns)
-        if len(columns) < 2 or len(columns) != wanted:
-            seen = f"{len(columns)} columns, where {max(wanted, 2)} are wanted"
+        if len(columns) != wanted:
+            seen = f"{len(columns)} columns, where {wanted} are wanted"
             raise TrainerError(f"{path}, line {line}: {seen}; write the word first and its tag last, parted by blanks")
-        _check_tag(columns[-1], f"{path}, line {line}")
         rows.append((columns[0], columns[-1], line))
 
 
@@ -206,8 +230,6 @@ def _json_sentences(path: Path) -> Iterator[Sentence]:
         tags = _strings(record["ner_tags"], f'{where}: "ner_tags"') if "ner_tags" in record else []
         if "ner_tags" in record and len(words) != len(tags):
             raise TrainerError(f"{where}: {len(words)} tokens and {len(tags)} ner_tags; write one tag a token")
-        for tag in tags:
-            _check_tag(tag, where)
         yield Sentence(number, tuple(words), tuple(tags), (line,) * len(words))
 
 
@@ -217,16 +239,11 @@ def _strings(value: Any, what: str) -> list[str]:
     return value
 
 
-def _check_tag(tag: str, where: str) -> None:
-    if not TAG.fullmatch(tag):
-        raise TrainerError(f"{where}: tag {tag!r} is none of O, B-TYPE and I-TYPE; bring the tags to BIO")
-
-
 def _in_bio(path: Path, sentences: list[Sentence], tell: Callable[[str], None]) -> list[Sentence]:
     """The sentences with a B- at each entity's beginning, if they are in BIO or in IOB1."""
     loose, strict = [], []  # lines where an I- begins an entity, and where a B- does that IOB1 would not write
     for sentence in sentences:
-        for kind, first, _ in entities(sentence.tags):
+        for kind, first, _ in entities([tag or OUTSIDE for tag in sentence.tags]):
             after = sentence.tags[first - 1].endswith(f"-{kind}") if first else False
             if sentence.tags[first].startswith("I"):
                 loose.append(sentence.lines[first])
@@ -243,5 +260,5 @@ def _in_bio(path: Path, sentences: list[Sentence], tell: Callable[[str], None]) 
 
 
 def _begun(tags: tuple[str, ...]) -> tuple[str, ...]:
-    firsts = {first for _, first, _ in entities(tags)}
+    firsts = {first for _, first, _ in entities([tag or OUTSIDE for tag in tags])}
     return tuple(f"B{tag[1:]}" if place in firsts else tag for place, tag in enumerate(tags))

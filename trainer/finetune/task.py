@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels import dropout
 from trainer.batch import Rows
+from trainer.finetune.labels import Counts
 from trainer.model import SITES, Encoder, ModelConfig, parameter, pool
 
 
@@ -140,6 +141,9 @@ class Task(Protocol):
 
     def read(self, path: Path) -> list[Any]:
         """The records of a file."""
+
+    def classes(self, records: Sequence[Any]) -> Counts:
+        """How often each answer stands in them, by its name, and how often none."""
 
     def units(self, record: Any, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
         """A record as units of examples of at most ``longest`` tokens; ``training``: only those to learn from."""

@@ -38,6 +38,7 @@ class Wish:
     regression: bool = False
     measure: str | None = None  # to be judged by, instead of the task's own
     mlp: bool = False  # a head with a hidden layer
+    no_label: tuple[str, ...] = ()  # values of the label that mean that there is none
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def _published(
         _two(wish.columns)
         if wish.regression and labels:
             raise TrainerError(f"--regression is for numbers, and {name} has classes: {', '.join(labels)}")
-        used = own if wish.columns is None else replace(own, columns=(wish.columns,), headless=())
+        used = replace(own, no_label=wish.no_label)
+        used = used if wish.columns is None else replace(used, columns=(wish.columns,), headless=())
         return SentenceTask(name, _judge(name, wish, figures), figures, used, labels, wish.mlp, tell)
 
     return make
@@ -99,7 +101,7 @@ def _own(wish: Wish, tell: Tell) -> Task:
     """A user's own classes or numbers."""
     _two(wish.columns)
     defaults = (Columns(PAIR, "label"), Columns(("sentence",), "label"), Columns(("text",), "label"))
-    form = Format(defaults if wish.columns is None else (wish.columns,))
+    form = Format(defaults if wish.columns is None else (wish.columns,), no_label=wish.no_label)
     labels = () if wish.regression else find_labels(wish.train, form)
     figures = ["pearson", "spearman"] if wish.regression else ["accuracy", "macro_f1", "matthews"]
     figures += ["f1"] if len(labels) == 2 else []
@@ -148,7 +150,7 @@ def _tags(wish: Wish, tell: Tell) -> Task:
     from trainer.finetune.tag import TagTask
 
     _only_sentences("a task of tags", wish, columns=False)
-    return TagTask.of(wish.train, tell)
+    return TagTask.of(wish.train, tell, wish.no_label)
 
 
 def _answers(unanswerable: bool) -> Callable[[Wish, Tell], Task]:
@@ -156,6 +158,8 @@ def _answers(unanswerable: bool) -> Callable[[Wish, Tell], Task]:
         from trainer.finetune.answer import AnswerTask
 
         _only_sentences("a task of questions", wish, columns=False)
+        if wish.no_label:
+            raise TrainerError("--no-label is for labels: a question that nobody answered has no answers in its file")
         return AnswerTask(unanswerable)
 
     return make
@@ -169,7 +173,8 @@ def _choices(wish: Wish, tell: Tell) -> Task:
     own = wish.columns
     if own is not None and len(own.texts) < 2:
         raise TrainerError("--text-columns must name the context's column and those of the choices")
-    return ChoiceTask.of(wish.train, SWAG if own is None else Choices(own.texts[0], own.texts[1:], label=own.label))
+    columns = SWAG if own is None else Choices(own.texts[0], own.texts[1:], label=own.label)
+    return ChoiceTask.of(wish.train, replace(columns, no_label=wish.no_label))
 
 
 def _only_sentences(name: str, wish: Wish, columns: bool) -> None:
