@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.changes import Changes
 from trainer.engine import StepResult
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.exporter import Exporter
@@ -135,6 +136,11 @@ class Metrics:
             self._publish([{"event": "start", **begun, **facts, "hardware": self._device(self.world.rank)["device"]}])
             say(" · ".join(f"{key} {value}" for key, value in facts.items()))
         self.spend("start")
+
+    def changed(self, step: int, changes: Changes) -> None:
+        """Write down what changed since the checkpoint of ``step`` that the run goes on from."""
+        if self.world.is_main:
+            self._publish([{"event": "changed", "time": time.time(), "step": step, "settings": changes}])
 
     def spend(self, on: str) -> None:
         """The time since the last call was spent on that, one of SPENT, and belongs to no step."""

@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.streams import write_whole_lines
 from trainer import hostfile
 from trainer.__main__ import guard, meet, prepare
-from trainer.checkpoint import newest
-from trainer.config import Config
+from trainer.changes import Setup, since, spelled
+from trainer.checkpoint import Checkpoint, newest
+from trainer.config import Config, to_tree
 from trainer.data import PhaseData
 from trainer.errors import TrainerError
 from trainer.exits import DONE
@@ -34,6 +36,7 @@ from trainer.meeting import numbers
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, ports
 from trainer.options import OneLineParser
+from trainer.state import TrainState
 from trainer.weights import fitting
 from trainer.world import World, leave, nccl_said, require_shared, settings, together
 
@@ -127,11 +130,22 @@ def _foresee(config: Config, phases: list[PhaseData]) -> None:
     if found is not None:
         require_same_run(found.record, identity(config, phases), tuple(d.phase for d in phases), found.folder)
         say(f"the run goes on from {found.folder}")
+        _say_changes(config, phases, found)
     elif config.run.weights is not None:
         fitting(Path(config.run.weights), config.model, shapes, say, phases[0].loader.folder / TOKENIZER_FOLDER)
     size, free = 12 * sum(s.numel() for s in shapes.values()), shutil.disk_usage(_above(folder)).free
     if free < size:
         raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB and {free >> 20:,} are free: make room")
+
+
+def _say_changes(config: Config, phases: list[PhaseData], found: Checkpoint) -> None:
+    """What the run will change; not its ranks and their precision, as this command may run alone, on another node."""
+    saved, stated = Setup.of(found), config.engine.precision
+    tree = to_tree(replace(config, phases=tuple(data.phase for data in phases)))
+    precision = saved.precision if stated == "auto" else stated
+    ours = Setup(tree, identity(config, phases), precision, saved.ranks)
+    if changed := since(saved, ours, TrainState(**found.record["state"])):
+        say(f"changed since that checkpoint: {spelled(changed)}")
 
 
 def _above(folder: Path) -> Path:

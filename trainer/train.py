@@ -16,6 +16,7 @@ from data_prep.atomic import replacing
 from data_prep.manifest import TOKENIZER_FOLDER
 from kernels import backend
 from trainer import checkpoint
+from trainer.changes import Setup, since, spelled
 from trainer.config import Config, fingerprint, to_tree
 from trainer.data import PhaseData
 from trainer.engine import Engine
@@ -113,6 +114,10 @@ class Run:
         self.saved, self.figures = state.step, found.record.get("heldout", {})
         self.reached = self.config.evaluation.stop_at.reached(self.figures)
         self._say(f"resumed from {found.folder} at step {state.step}")
+        ours = Setup(to_tree(self.config), identity(self.config, self.phases), self.engine.precision, self.world.size)
+        if changed := since(Setup.of(found), ours, state):
+            self._say(f"changed since that checkpoint: {spelled(changed)}")
+            self.metrics.changed(state.step, changed)
         return replace(state, restarts=state.restarts + 1)
 
     def _choose(self) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.changes import Changes, spelled
 from trainer.engine import StepResult
 from trainer.errors import DivergedError, NotFiniteError
 from trainer.finetune.score import Judged
@@ -83,6 +84,12 @@ class Meter:
                 f"the loss is {loss:.3g}, the first step's was {self.first_loss:.3g}: lower the rate, or lengthen the "
                 "warm-up"
             )
+
+    def changed(self, step: int, changes: Changes) -> None:
+        """Say and write down what changed since the checkpoint that the run goes on from."""
+        if changes:
+            record = {"event": "changed", "step": step, "settings": changes}
+            self._say(f"changed since that checkpoint: {spelled(changes)}", record)
 
     def evaluated(self, place: dict[str, Any], judged: Judged, measure: str) -> None:
         """Figures on dev, the one that decides first."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data_prep.tokenizer import Tokenizer
 from trainer import checkpoint, weights
+from trainer.changes import Changes, differing, spelled
 from trainer.checkpoint import CheckpointConfig
 from trainer.engine import Engine, EngineConfig, StepResult
 from trainer.errors import DivergedError, NotFiniteError, TrainerError
@@ -197,10 +198,11 @@ class Run:
             proven = attempt(lambda: checkpoint.verify(checkpoint.read(folder), self.world.rank, self.world.size))  # noqa: B023
             failure = first_failure(proven, self.world)
             if not failure:
-                state = together(partial(self._load, folder), self.world)
+                state, changed = together(partial(self._load, folder), self.world)
                 self.engine.refresh_weights()
                 self._keep_best(state.best_at)
                 self._say(f"{self.name}: resumed at step {state.step}")
+                self.meter.changed(state.attempts, changed)
                 self.saved = state.attempts
                 return state
             damaged[name] = failure
@@ -223,20 +225,28 @@ class Run:
             raise TrainerError(f"no whole checkpoint in {self.folder}: remove the folder to start this run anew")
         return found.folder.name if found is not None else ""
 
-    def _load(self, folder: Path) -> State:
+    def _load(self, folder: Path) -> tuple[State, Changes]:
+        """The state of a checkpoint, whose weights and moments are loaded, and what changed since."""
         found = checkpoint.read(folder)
         record = found.record
         if record["identity"] != self._identity():
-            raise TrainerError(f"checkpoint {folder} is of another run: restore what changed, or name another --out")
+            foreign = spelled(differing(record["identity"], self._identity()))
+            raise TrainerError(
+                f"checkpoint {folder} is of another run ({foreign}): restore that, or name another --out"
+            )
         checkpoint.restore(found, self.engine.optimizer)
         if record["precision"] == self.engine.precision:
             scale = record["loss_scale"]
             self.engine.loss_scale = replace(
                 self.engine.loss_scale, scale=scale["scale"], good_steps=scale["good_steps"]
             )
+        changed = differing(record["config"], self._config()) | differing(
+            {"precision": record["precision"], "ranks": len(found.parts)},
+            {"precision": self.engine.precision, "ranks": self.world.size},
+        )
         state = record["state"]
         best = -math.inf if state["best"] is None else state["best"]
-        return State(**state | {"evaluations": tuple(state["evaluations"]), "best": best})
+        return State(**state | {"evaluations": tuple(state["evaluations"]), "best": best}), changed
 
     def _save(self, state: State) -> None:
         record = {
@@ -245,7 +255,7 @@ class Run:
             "precision": self.engine.precision,
             "optimizer": {"steps": self.engine.optimizer.steps},
             "identity": self._identity(),
-            "config": {"model": asdict(self.job.model)},
+            "config": self._config(),
         }
         if self.saved != state.attempts:
             self._saved(self.saver.finish(), state.best_at)
@@ -279,6 +289,12 @@ class Run:
         last = self.saver.last
         if last is not None and last.failure:
             raise TrainerError(f"step {last.step} could not be saved: {last.failure}" if self.world.is_main else "")
+
+    def _config(self) -> dict[str, Any]:
+        """What a run that goes on may change, beside its model."""
+        machine = asdict(self.job.options.machine)
+        changing = {name: machine[name] for name in ("zero_stage", "kernels", "micro_batch")}
+        return {"model": asdict(self.job.model), **changing, "save_every": self.job.options.save_every}
 
     def _identity(self) -> dict[str, Any]:
         return {**self.job.identity, **asdict(self.setting), "seed": self.seed}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.changes import differing, spelled
 from trainer.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
 from trainer.finetune.card import card
@@ -154,7 +155,11 @@ def require_same(job: Job) -> None:
         write_json(path, job.identity | {"classes": _classes(job, None)})
     then = read_json(path)
     if different := [key for key, value in job.identity.items() if then.get(key) != value]:
-        raise TrainerError(f"{out} has results of another {' and another '.join(different)}: name another --out")
+        changed = spelled(differing({key: then.get(key) for key in different}, job.identity))
+        raise TrainerError(
+            f"{out} has results of another {' and another '.join(different)}: name another --out, or restore what "
+            f"changed ({changed})"
+        )
     predict, test = job.options.predict, job.options.test
     if predict is not None and (test is None or predict != out / default_name(test)):
         _require_ours(predict, out / RESULTS)
