@@ -82,7 +82,7 @@ def test_what_differs_is_said_with_ranks_and_hosts() -> None:
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     found = refusals(accounts(SAME, SAME, SAME, SAME, gpus=("a", "b", "a", "a")))
-    assert found == ["ranks 2 and 3 (node-1) share one GPU: start at most one rank for each"]
+    assert found == ["ranks 2 and 3 (node-1) share one GPU: start at most one rank for each GPU of the node"]
 
 
 def test_ranks_dealt_out_one_by_one_are_refused() -> None:

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import ROOT, environment, finish, start
+from ranks import ROOT, environment, finish, free_port, start
 
 from trainer.errors import TrainerError
-from trainer.world import read_world
+from trainer.world import gpu_of, place_for_deepspeed, read_world
 
 NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0"}
 JOIN = """
@@ -68,11 +69,90 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(TrainerError, match="run.device is cuda but PyTorch sees no GPU"):
         read_world(NODE, "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(TrainerError, match=r"local rank 1 has no GPU of its own \(1 on this node\)"):
-        read_world(NODE, "auto")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert read_world(NODE, "auto").device == torch.device("cuda", 1)
+
+
+TASKS = {  # of srun: 8 tasks, 4 on each of two nodes
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID": "1"},
+    **{"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[1-2]"},
+}
+
+
+@pytest.mark.parametrize(
+    ("visible", "number"),
+    [
+        (4, 2),  # all of the node's
+        (1, 0),  # srun --gpus-per-task=1: its own, as number 0
+        (2, 0),  # srun --gpus-per-task=2: two of its own, of which it uses one
+    ],
+)
+def test_a_rank_that_sees_only_its_own_gpus_takes_one_of_them(
+    visible: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    world = read_world(TASKS, "auto")
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (6, 8, 2, 4)
+    assert world.device == torch.device("cuda", number)
+    assert [gpu_of(rank, 1) for rank in range(4)] == [0] * 4 and [gpu_of(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_deepspeed_is_told_the_gpus_number() -> None:
+    """It takes LOCAL_RANK for that, and asserts that Open MPI's local rank is the same."""
+    assert place_for_deepspeed({"LOCAL_RANK": "3"}, torch.device("cuda", 0)) == {"LOCAL_RANK": "0"}
+    mpi = "OMPI_COMM_WORLD_LOCAL_RANK"
+    assert place_for_deepspeed({mpi: "3"}, torch.device("cuda", 0)) == {"LOCAL_RANK": "0", mpi: "0"}
+    assert place_for_deepspeed({"LOCAL_RANK": "3"}, torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("launched", [{"LOCAL_RANK": "3"}, {"LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}])
+def test_deepspeed_then_takes_that_gpu(launched: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine's own words, run with an accelerator that notes what it is asked for."""
+    from deepspeed.runtime import engine
+
+    taken: list[int] = []
+    fake = SimpleNamespace(set_device=taken.append, device_name=lambda index: f"cuda:{index}")
+    monkeypatch.setattr(engine, "get_accelerator", lambda: fake)
+    monkeypatch.setattr(engine, "dist", SimpleNamespace(get_world_size=lambda: 4, get_rank=lambda: 3))
+    for name, value in (launched | place_for_deepspeed(launched, torch.device("cuda", 0))).items():
+        monkeypatch.setenv(name, value)
+    own = SimpleNamespace()
+    engine.DeepSpeedEngine._configure_with_arguments(own, None, None)
+    engine.DeepSpeedEngine._set_distributed_vars(own, None)
+    assert taken == [0] and own.device == torch.device("cuda", 0) and own.global_rank == 3
+
+
+def test_sruns_tasks_meet_as_ranks_of_one_node() -> None:
+    """As srun starts them with --gpus-per-task=1, on CPUs: each has a local rank of its own, and sees device 0."""
+    port = str(free_port())
+    given = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {name: value for name, value in os.environ.items() if name not in launched} | TASKS | given
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN, "0"],
+            env=environ | {"SLURM_NODEID": "0", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    ended = finish(processes, timeout=60)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert [output.strip() for _, output in ended] == ["0 of 2: 1.0", "1 of 2: 1.0"]
+
+
+def test_every_rank_has_all_ranks_texts() -> None:
+    code = (
+        "from trainer.world import from_launcher, gather_texts, join, leave\n"
+        "world = from_launcher('cpu'); join(world, 60)\n"
+        "assert gather_texts('é' * world.rank, world) == ['', 'é', 'éé']\n"
+        "leave(0)\n"
+    )
+    assert [code for code, _ in finish(start(3, "-c", code))] == [0, 0, 0]
 
 
 def test_ranks_meet_and_leave_with_their_code() -> None:

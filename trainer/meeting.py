@@ -160,7 +160,7 @@ def refusals(accounts: list[Account]) -> list[str]:
             found.append(f"{host} has {numbers(ranks)}: place them in blocks (mpirun --map-by slot, srun -m block)")
     for (host, gpu), ranks in owners.items():
         if gpu and len(ranks) > 1:
-            found.append(f"{numbers(ranks)} ({host}) share one GPU: start at most one rank for each")
+            found.append(f"{numbers(ranks)} ({host}) share one GPU: start at most one rank for each GPU of the node")
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -119,12 +119,16 @@ class Metrics:
             self._outlets = [Journal(path).write, self.exporter.publish]
             self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 
-    def describe(self, state: TrainState, facts: dict[str, str]) -> None:
-        """Say once what really runs, and from where on: in the log, as the metrics and in the JSON lines."""
+    def describe(self, state: TrainState, facts: dict[str, str], devices: Sequence[dict[str, str]] = ()) -> None:
+        """Say once what really runs, and from where on: in the log, as the metrics and in the JSON lines.
+
+        ``devices``: `device_facts` as each rank told them; without, all ranks are taken to be on this one's.
+        """
+        devices = devices or [device_facts(self.world.device)] * self.world.size
         self.reached = state.step
         if self.world.is_local_main:
             for rank in self._ranks():
-                self.exporter("rank", rank).info(self._device(rank))
+                self.exporter("rank", rank).info(devices[rank])
                 self.exporter.publish_rank(rank, {}, 0.0)
         if self.world.is_main:
             if self.config.tensorboard:
@@ -133,7 +137,7 @@ class Metrics:
             self.exporter.publish_progress(state, time.time())
             lost = max(0, self._known_steps - state.step)
             begun = {"time": time.time(), "step": state.step, "rolled_back": lost}
-            self._publish([{"event": "start", **begun, **facts, "hardware": self._device(self.world.rank)["device"]}])
+            self._publish([{"event": "start", **begun, **facts, "hardware": devices[self.world.rank]["device"]}])
             say(" · ".join(f"{key} {value}" for key, value in facts.items()))
         self.spend("start")
 
@@ -256,13 +260,6 @@ class Metrics:
         """Those of this node; its local rank 0 asks."""
         return range(self.world.rank, self.world.rank + self.world.local_size)
 
-    def _device(self, rank: int) -> dict[str, str]:
-        facts = {"node": socket.gethostname(), "device": self.world.device.type, "gpu_uuid": ""}
-        if self.world.device.type == "cuda":
-            gpu = torch.cuda.get_device_properties(rank - self.world.rank)
-            facts |= {"device": gpu.name, "gpu_uuid": f"GPU-{gpu.uuid}"}
-        return facts
-
     def _peak_flops(self) -> float:
         """Of all devices of the run, which are taken to be alike; 0 where a device's is not known."""
         if self.config.device_teraflops is not None:
@@ -323,6 +320,15 @@ class Metrics:
             "wait_seconds": pending.batch.wait_seconds,
             **trust,
         }
+
+
+def device_facts(device: torch.device) -> dict[str, str]:
+    """What a rank tells of where it runs, which the others of its node need not see."""
+    facts = {"node": socket.gethostname(), "device": device.type, "gpu_uuid": ""}
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        facts |= {"device": gpu.name, "gpu_uuid": f"GPU-{gpu.uuid}"}
+    return facts
 
 
 def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:

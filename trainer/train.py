@@ -25,7 +25,7 @@ from trainer.evaluate import evaluate
 from trainer.identity import identity, require_allowed, require_own_folder, require_same_run
 from trainer.journal import say
 from trainer.lock import PATIENCE, hold
-from trainer.metrics import Metrics, Subject
+from trainer.metrics import Metrics, Subject, device_facts
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, spoken
 from trainer.saving import Saver, attempt, first_failure
@@ -35,7 +35,7 @@ from trainer.stop import Stop
 from trainer.stopwatch import Stopwatch
 from trainer.vocabulary import token_counts
 from trainer.weights import start_from
-from trainer.world import World, broadcast_text, limit_waits, nccl_said, require_shared, together
+from trainer.world import World, broadcast_text, gather_texts, limit_waits, nccl_said, require_shared, together
 
 ENDED = "ended.json"  # in the run's folder: {"how": "done", "reached" (evaluation.stop_at) or "stopped", "step": …}
 
@@ -329,4 +329,5 @@ def _describe(run: Run, state: TrainState) -> None:
         "parameters": str(run.engine.parameters),
         **run.engine.versions,
     }
-    together(lambda: run.metrics.describe(state, facts), run.world)
+    devices = [json.loads(text) for text in gather_texts(json.dumps(device_facts(run.world.device)), run.world)]
+    together(lambda: run.metrics.describe(state, facts, devices), run.world)

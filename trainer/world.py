@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from data_prep.streams import end_process, say_error
 from trainer.errors import LostError, TrainerError
-from trainer.launchers import describe
+from trainer.launchers import MPI, describe
 from trainer.meeting import Account, Meeting, meet
 
 Result = TypeVar("Result")
@@ -92,12 +92,24 @@ def _device(name: str, local_rank: int) -> torch.device:
         raise TrainerError(
             f"run.device is cuda but PyTorch sees no GPU ({_cuda_versions()}): mend that, or set run.device to cpu"
         )
-    if local_rank >= torch.cuda.device_count():
-        raise TrainerError(
-            f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} on this node): "
-            "start at most one rank for each GPU"
-        )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", gpu_of(local_rank, torch.cuda.device_count()))
+
+
+def gpu_of(local_rank: int, visible: int) -> int:
+    """The number of a rank's GPU among those that it sees. Pure.
+
+    A rank may see all GPUs of its node, or, under ``srun --gpus-per-task``, its own alone, which are numbered from 0;
+    it cannot tell which. If two ranks end on one GPU, their meeting refuses them by its unique id.
+    """
+    return local_rank % visible
+
+
+def place_for_deepspeed(environ: Mapping[str, str], device: torch.device) -> dict[str, str]:
+    """What DeepSpeed must find in the environment so as to use ``device``: it takes a local rank for a GPU's number."""
+    if device.type != "cuda":
+        return {}
+    names = ("LOCAL_RANK", *(name for name in (MPI["LOCAL_RANK"],) if name in environ))  # it asserts that they agree
+    return dict.fromkeys(names, str(device.index))
 
 
 def _cuda_versions() -> str:
@@ -167,6 +179,7 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
     if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port("127.0.0.1"))}
         os.environ.update(alone | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})  # DeepSpeed reads them
+    os.environ.update(place_for_deepspeed(os.environ, world.device))
     gpu, model = _gpu(world.device)
     place, port = os.environ["MASTER_ADDR"], int(os.environ.setdefault("MASTER_PORT", PORT))
     store, warnings = meet(
@@ -267,6 +280,16 @@ def broadcast_text(text: str, world: World) -> str:
         data = torch.empty(int(size), dtype=torch.uint8, device=world.device)
     dist.broadcast(data, 0)
     return bytes(data.tolist()).decode().rstrip("\0")
+
+
+def gather_texts(text: str, world: World) -> list[str]:
+    """Every rank's ``text``, on every rank, in the order of ranks."""
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(world.device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=world.device))
+    rows = [data.new_zeros(int(max(sizes))) for _ in range(world.size)]
+    dist.all_gather(rows, torch.cat([data, data.new_zeros(len(rows[0]) - len(data))]))
+    return [bytes(row.tolist()).decode().rstrip("\0") for row in rows]
 
 
 def lost_contact(error: RuntimeError) -> bool:
