@@ -16,6 +16,7 @@ from corpora import write_tokenizer
 from finetune_inputs import PIECES, TINY, bert_folder, tokenizer_folder, write_classes, write_data
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from unnoticed import unnoticed
 
 from data_prep.tokenizer import SPECIALS, load_tokenizer
 from kernels import dropout
@@ -283,7 +284,10 @@ def test_an_exported_model_is_the_trained_one(task: Toy, tmp_path: Path) -> None
         assert found["problem_type"] == ("single_label_classification" if task.labels else "regression")
     other = own | {"head_bias": own["head_bias"] + 0.01}
     with pytest.raises(TrainerError, match="transformers' answers differ by"):
-        save.prove(tmp_path / "model", other, TINY, task)
+        save.prove(tmp_path / "model", other, TINY, task, tokenizer)
+    for name in ("config.json", "tokenizer_config.json"):
+        left = unnoticed(tmp_path / "model" / name, lambda: save.prove(tmp_path / "model", own, TINY, task, tokenizer))
+        assert left == []
 
 
 def test_a_hidden_head_is_kept_under_lamberts_names_and_told(tmp_path: Path) -> None:

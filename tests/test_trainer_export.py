@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, BertForPreTraining
 from transformers.activations import ACT2FN
+from unnoticed import unnoticed
 
 from data_prep.tokenizer import load_tokenizer
 from kernels.bias_gelu import bias_gelu
@@ -65,7 +66,7 @@ def written(tokenizer: Path, model: ModelConfig = TINY) -> Path:
 def test_transformers_logits_are_the_trained_models(gelu: str, tokenizer: Path) -> None:
     model = replace(TINY, gelu=gelu)
     folder = written(tokenizer, model)
-    parity = export.check(folder, trained(model), model)
+    parity = export.check(folder, trained(model), model, load_tokenizer(tokenizer))
     assert 0 < max(parity.mlm, parity.nsp) <= export.TOLERANCE
 
 
@@ -186,7 +187,35 @@ def test_a_folder_that_is_not_the_trained_model_fails_the_check(tokenizer: Path)
     folder, weights = written(tokenizer), trained()
     weights["layers.0.mlp_in_bias"][3] += 0.01
     with pytest.raises(TrainerError, match="logits differ"):
-        export.check(folder, weights, TINY)
+        export.check(folder, weights, TINY, load_tokenizer(tokenizer))
+
+
+def tokenizer_of(folder: Path, pieces: list[str]) -> Path:
+    """A folder as ``data_prep`` writes it."""
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))
+    load_tokenizer(folder).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("place", [1, 12, 69])
+def test_the_padding_token_is_the_tokenizers_wherever_it_stands(place: int, tmp_path: Path) -> None:
+    pieces = WORDS[1:]
+    pieces.insert(place, "[PAD]")
+    folder, weights = tmp_path / "out", trained()
+    export.write_folder(weights, TINY, tokenizer_of(tmp_path / "own", pieces), folder, proven=True)
+    theirs = BertForPreTraining.from_pretrained(folder)
+    tokens = torch.arange(TINY.vocab_size).view(-1, 10)
+    theirs(tokens).seq_relationship_logits.sum().backward()
+    gradient = theirs.bert.embeddings.word_embeddings.weight.grad
+    assert isinstance(gradient, Tensor) and gradient.abs().sum(1).eq(0).nonzero().tolist() == [[place]]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_the_proof_notices_a_wrong_value_of_every_field(name: str, tokenizer: Path) -> None:
+    folder, own = written(tokenizer), load_tokenizer(tokenizer)
+    assert unnoticed(folder / name, lambda: export.check(folder, trained(), TINY, own)) == []
 
 
 # ---- refusals -------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data_prep.errors import DataError
+from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer import onnx
 from trainer.batch import MicroBatch
 from trainer.checkpoint import find, load_weights, require_finite, sync
@@ -33,6 +35,7 @@ from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_fa
 from trainer.model import Bert, ModelConfig
 from trainer.model_card import write_card
 from trainer.options import OneLineParser, one_line, print_result
+from trainer.proof import check_tokenizer, config_facts, require_equal
 from trainer.vocabulary import tokenizer_of
 
 TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the largest logit
@@ -76,18 +79,17 @@ def write_folder(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainerError(f"{out} is already there; name a folder that does not exist or is empty")
-    _check_tokenizer(tokenizer_folder, model)
+    tokenizer = _tokenizer(tokenizer_folder, model)
     exported = to_hugging_face(weights, model)
     tensors = {name: t.detach().float().cpu().contiguous() for name, t in exported.items()}
     with becoming(out) as temporary:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         (temporary / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
-        (temporary / "config.json").write_text(json.dumps(config_of(model), indent=2) + "\n")
-        for name in _TOKENIZER_FILES:
-            shutil.copyfile(tokenizer_folder / name, temporary / name)
+        (temporary / "config.json").write_text(json.dumps(config_of(model, tokenizer.specials.pad), indent=2) + "\n")
+        tokenizer.save(temporary)
         limit_length(temporary, model)
         finish(temporary)
-        parity = check(temporary, weights, model) if proven else None
+        parity = check(temporary, weights, model, tokenizer) if proven else None
     return parity
 
 
@@ -138,8 +140,8 @@ def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tup
     return weights, model
 
 
-def config_of(model: ModelConfig) -> dict[str, Any]:
-    """config.json of a BertForPreTraining of this shape."""
+def config_of(model: ModelConfig, pad: int) -> dict[str, Any]:
+    """config.json of a BertForPreTraining of this shape; ``pad``: the id of [PAD]."""
     return {
         "architectures": ["BertForPreTraining"],
         "model_type": "bert",
@@ -154,7 +156,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": model.max_positions,
         "num_attention_heads": model.heads,
         "num_hidden_layers": model.layers,
-        "pad_token_id": 0,
+        "pad_token_id": pad,
         "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
         "type_vocab_size": model.segments,
@@ -215,29 +217,39 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_tokenizer(folder: Path, model: ModelConfig) -> None:
+def _tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
     for name in _TOKENIZER_FILES:
         if not (folder / name).is_file():
             raise TrainerError(f"{folder} lacks {name}; name the shards' tokenizer folder")
-    size = len((folder / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n"))
-    if size != model.vocab_size:
-        raise TrainerError(f"{folder / 'vocab.txt'} holds {size} tokens, the model has {model.vocab_size}")
+    try:
+        tokenizer = load_tokenizer(folder)
+    except DataError as error:
+        raise TrainerError(str(error)) from None
+    if tokenizer.vocab_size != model.vocab_size:
+        raise TrainerError(f"{folder} holds {tokenizer.vocab_size} tokens, the model has {model.vocab_size}")
+    return tokenizer
 
 
 # ---- proof, by transformers ---------------------------------------------------------------------------
 
 
-def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, *, batches: int = 4, seed: int = 0) -> Parity:
-    """Compares transformers' model of ``folder`` with Bert of ``weights`` on random batches, in fp32.
+def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Parity:
+    """Compare what transformers makes of ``folder`` with Bert of ``weights`` on random batches, in fp32.
 
-    Ours runs unpadded. Raises TrainerError for a missing or unexpected name, or a difference above TOLERANCE.
+    Ours runs unpadded. Raises TrainerError for a missing or unexpected name, a setting or a token that transformers
+    takes for another, or a difference above TOLERANCE.
     """
-    theirs = load_transformers(folder)
+    theirs, kind = load_transformers(folder), "BertForPreTraining"
+    facts = config_facts(folder, theirs, kind, model, tokenizer.specials.pad)
+    table = theirs.bert.embeddings.word_embeddings.weight
+    facts["tie_word_embeddings"] = (theirs.cls.predictions.decoder.weight is table, True)
+    require_equal(folder / "config.json", facts)
+    check_tokenizer(folder, tokenizer, model)
     ours = Bert(model)
     ours.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     worst = Parity(0.0, 0.0)
-    for number in range(batches):
-        batch = random_batch(model, seed + number)
+    for seed in range(4):
+        batch = random_batch(model, seed)
         with torch.no_grad():
             pairs = list(zip(ours.logits(batch), padded_logits(theirs, batch), strict=True))
         mlm, nsp = (float((a - b).abs().max() / b.abs().max()) for a, b in pairs)

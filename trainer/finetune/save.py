@@ -24,6 +24,7 @@ from trainer.export import TOLERANCE, becoming, config_of, limit_length, load_tr
 from trainer.finetune.task import Task, TaskBatch, TaskModel
 from trainer.hugging_face import to_hugging_face
 from trainer.model import Bert, ModelConfig
+from trainer.proof import Facts, check_tokenizer, config_facts, require_equal
 
 HEADS = {  # transformers' classes, and the name that each has for its head
     "BertForSequenceClassification": "classifier",
@@ -61,8 +62,9 @@ def write_model(
             (draft / "README.md").write_text(card, encoding="utf-8")
         if exports:
             limit_length(draft, model)
-            (draft / "config.json").write_text(json.dumps(config(model, task), indent=2) + "\n", "utf-8")
-            said = f"{out}: {task.export_class}, {prove(draft, weights, model, task)}"
+            written = json.dumps(config(model, task, tokenizer.specials.pad), indent=2)
+            (draft / "config.json").write_text(written + "\n", "utf-8")
+            said = f"{out}: {task.export_class}, {prove(draft, weights, model, task, tokenizer)}"
         else:
             said = f"{out}: transformers has no class for this head: weights under Lambert's own names"
         shutil.rmtree(out, ignore_errors=True)
@@ -80,12 +82,15 @@ def to_transformers(weights: dict[str, Tensor], model: ModelConfig, task: Task) 
     return kept | {f"{head}.weight": weights["head_weight"], f"{head}.bias": weights["head_bias"]}
 
 
-def config(model: ModelConfig, task: Task) -> dict[str, Any]:
-    """config.json of the exported folder."""
-    tree = {name: value for name, value in config_of(model).items() if name != "tie_word_embeddings"}
-    tree |= {"architectures": [task.export_class], "classifier_dropout": None if task.drops else 0.0}
+def config(model: ModelConfig, task: Task, pad: int) -> dict[str, Any]:
+    """config.json of the exported folder; ``pad``: the id of [PAD]."""
+    tree = {name: value for name, value in config_of(model, pad).items() if name != "tie_word_embeddings"}
+    tree["architectures"] = [task.export_class]
     labels = task.labels or tuple(f"LABEL_{number}" for number in range(task.outputs))
-    if task.export_class != "BertForQuestionAnswering":  # its two outputs are the first and the last place
+    if (
+        task.export_class != "BertForQuestionAnswering"
+    ):  # its two outputs are the first and the last place, without dropout
+        tree["classifier_dropout"] = None if task.drops else 0.0
         tree["id2label"] = {str(number): label for number, label in enumerate(labels)}
         tree["label2id"] = {label: number for number, label in enumerate(labels)}
     if task.export_class == "BertForSequenceClassification":
@@ -96,14 +101,18 @@ def config(model: ModelConfig, task: Task) -> dict[str, Any]:
 # ---- proof, by transformers ------------------------------------------------------------------------------------
 
 
-def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Task) -> str:
+def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Task, tokenizer: Tokenizer) -> str:
     """Compare transformers' answers with ours on random texts, in fp32, and say the largest difference in words.
 
-    Raises TrainerError for a name that is missing or foreign, and for answers that differ by more than TOLERANCE.
+    Raises TrainerError for a name that is missing or foreign, a setting or a token that transformers takes for
+    another, and for answers that differ by more than TOLERANCE.
     """
     if importlib.util.find_spec("transformers") is None:
         return "not proven: transformers is not installed here"
     theirs = load_transformers(folder, task.export_class)
+    facts = config_facts(folder, theirs, task.export_class, model, tokenizer.specials.pad)
+    require_equal(folder / "config.json", facts | _facts(theirs, model, task))
+    check_tokenizer(folder, tokenizer, model)
     ours = TaskModel(model, task, 0)
     ours.load_state_dict({name: tensor.float().cpu() for name, tensor in weights.items()})
     ours.eval()
@@ -118,6 +127,20 @@ def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Ta
             f"{folder}: transformers' answers differ by {worst:.1e} of the largest; {TOLERANCE} is allowed"
         )
     return f"whose answers in transformers differ from ours by at most {worst:.1e} of the largest"
+
+
+def _facts(theirs: Any, model: ModelConfig, task: Task) -> Facts:
+    """What the task adds to config.json."""
+    facts: Facts = {}
+    if task.export_class != "BertForQuestionAnswering":
+        names = task.labels or tuple(f"LABEL_{number}" for number in range(task.outputs))
+        facts["id2label"] = (tuple(theirs.config.id2label.get(number) for number in range(task.outputs)), names)
+        facts["label2id"] = (tuple(theirs.config.label2id.get(name) for name in names), tuple(range(task.outputs)))
+        facts["classifier_dropout"] = (theirs.dropout.p, model.dropout if task.drops else 0.0)
+    if task.export_class == "BertForSequenceClassification":
+        wanted = "single_label_classification" if task.labels else "regression"
+        facts["problem_type"] = (theirs.config.problem_type, wanted)
+    return facts
 
 
 def _batch(rows: Rows) -> TaskBatch:
