@@ -78,6 +78,12 @@ def build(
     Raises DataError for bad input; as long as there is no shard yet, nothing is left behind then.
     """
     loaded = load_tokenizer(tokenizer)
+    if loaded.added:
+        names = ", ".join(token.content for token in list(loaded.added.values())[:5])
+        raise DataError(
+            f"tokenizer in {tokenizer}: {len(loaded.added)} token(s) were added to the vocabulary ({names}); shards "
+            "can be built only without them: name a tokenizer without added tokens"
+        )
     make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # refuses one that is too small
     sources = _find_text(inputs, settings, [tokenizer, out, *([store] if store else [])])
     left_out = find_left_out(inputs, settings.format)

@@ -2,7 +2,8 @@
 
 The text is cleaned as BERT cleans it: control and zero-width characters vanish (and join what they part),
 Chinese characters stand alone, a word with a character outside the vocabulary becomes [UNK] as a whole.
-The encoder here knows no added tokens, so "[MASK]" written in a text is three pieces, never the control id.
+"[MASK]" written in a text is three pieces, never the control id. Other tokens that were added in `transformers`,
+such as "[E1]", keep their ids, and are found in a text before it is cleaned and cut.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ DEFAULTS = {
 } | {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
 
 
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token: which texts it is found in
+BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")  # transformers' that cut text alike
+CUTTING = {  # settings that decide ids in transformers' slow tokenizers, and what BERT's own are
+    "do_basic_tokenize": (None, True),
+    "never_split": (None, []),
+    "word_tokenizer_type": (None, "basic"),
+    "subword_tokenizer_type": (None, "wordpiece"),
+}
+
+
 @dataclass(frozen=True)
 class SpecialIds:
     """The ids of the control tokens."""
@@ -84,10 +95,16 @@ class Tokenizer:
         unused = [i for i, piece in enumerate(self.pieces) if piece[:1] == "[" and UNUSED.fullmatch(piece)]
         return sorted({*astuple(self.specials), *unused})
 
+    @property
+    def added(self) -> dict[int, AddedToken]:
+        """Tokens that are found in a text before it is cut, by id: what `add_tokens` of `transformers` has added."""
+        return dict(sorted(self.encoder.get_added_tokens_decoder().items()))
+
     def sha256(self) -> str:
         """Of what decides the ids: the vocabulary and the cleaning, not the layout of a file."""
         cleaning = (self.encoder.normalizer, self.encoder.pre_tokenizer)
         identity = [self.pieces, *(json.loads(part.__getstate__()) for part in cleaning)]
+        identity += [[i, *(getattr(token, flag) for flag in FLAGS)] for i, token in self.added.items()]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def encode(self, sentences: list[str]) -> Iterator[list[int]]:
@@ -101,6 +118,8 @@ class Tokenizer:
         published = Encoder(self.encoder.model)
         published.normalizer, published.pre_tokenizer = self.encoder.normalizer, self.encoder.pre_tokenizer
         published.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
+        for token in self.added.values():
+            published.add_tokens([token])
         published.post_processor = processors.BertProcessing(("[SEP]", self.specials.sep), ("[CLS]", self.specials.cls))
         published.decoder = decoders.WordPiece(CONTINUING)
         contents = {
@@ -121,16 +140,20 @@ class Tokenizer:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """A WordPiece tokenizer from ``tokenizer.json``, or from ``vocab.txt`` as Google published BERT.
 
-    Raises DataError when neither is there or readable, or when a control token is missing.
+    Raises DataError when neither is there or readable, when a control token is missing, or when an added token has an
+    id that it cannot have here.
     """
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; `python -m data_prep vocab` makes one")
     config, whole, vocabulary = (folder / name for name in ("tokenizer_config.json", "tokenizer.json", "vocab.txt"))
     settings = DEFAULTS | (_read_object(config) if config.exists() else {})
     if whole.exists():
-        encoder, cleaning = _read_encoder(whole)
+        parts = _read_object(whole)
+        encoder, cleaning = _read_encoder(whole, parts)
         settings |= cleaning
     elif vocabulary.exists():
+        parts = {}
+        _require_bert(folder, settings)
         try:
             encoder = _bert_encoder(vocabulary.read_text("utf-8").rstrip("\n").split("\n"), settings)
         except (UnicodeDecodeError, TypeError) as error:  # TypeError: a setting that is no true or false
@@ -144,6 +167,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     specials = SpecialIds(*(vocab[name] for name in SPECIALS))
     if len(vocab) != max(vocab.values()) + 1:
         raise DataError(f"tokenizer in {folder}: the vocabulary has repeated pieces or gaps between its ids")
+    for number, token in _added_tokens(folder, parts, settings, vocab):
+        _add(encoder, number, token, folder)
+    vocab = encoder.get_vocab()
     control = {vocab[name] for name in SPECIALS if name != "[UNK]"}
     for name in SPECIALS:
         if control.intersection(encoder.encode(name, add_special_tokens=False).ids):
@@ -224,9 +250,61 @@ def _bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:
     return encoder
 
 
-def _read_encoder(path: Path) -> tuple[Encoder, dict[str, Any]]:
+def _require_bert(folder: Path, settings: dict[str, Any]) -> None:
+    """Raises DataError if the folder's ``vocab.txt`` is for another way of cutting text than BERT's."""
+    config = folder / "config.json"
+    of_model = _read_object(config).get("tokenizer_class") if config.exists() else None
+    for kind in (of_model, settings["tokenizer_class"]):
+        if kind is not None and str(kind).removesuffix("Fast") not in BERT_CLASSES:
+            raise DataError(f"tokenizer in {folder}: tokenizer_class is {kind}, which does not cut text as BERT does")
+    for name, allowed in CUTTING.items():
+        if settings.get(name) not in allowed:
+            raise DataError(f"tokenizer in {folder}: {name} is {settings[name]!r}; only {allowed[1]!r} can be computed")
+
+
+def _added_tokens(
+    folder: Path, parts: dict[str, Any], settings: dict[str, Any], vocab: dict[str, int]
+) -> list[tuple[int, AddedToken]]:
+    """Ids and tokens that were added to the vocabulary, control tokens aside, by id; from wherever they are kept.
+
+    That is in tokenizer.json, in `added_tokens_decoder` of tokenizer_config.json, and, of older versions, in
+    added_tokens.json, or by name alone among the special tokens.
+    """
+    beside, names = folder / "added_tokens.json", folder / "special_tokens_map.json"
+    found: dict[str, tuple[int, AddedToken]] = {}
+    try:
+        special: list[Any] = []  # their names, or objects with these
+        for source in (settings, _read_object(names) if names.exists() else {}):
+            more = source.get("additional_special_tokens") or source.get("extra_special_tokens") or ()
+            special += more.values() if isinstance(more, dict) else more
+        listed = [(entry["id"], entry) for entry in parts.get("added_tokens") or ()]
+        listed += [(int(number), entry) for number, entry in (settings.get("added_tokens_decoder") or {}).items()]
+        for name, number in (_read_object(beside) if beside.exists() else {}).items():
+            listed.append((number, {"content": name, "special": name in special}))
+        listed += [(None, entry if isinstance(entry, dict) else {"content": entry}) for entry in special]
+        for number, entry in listed:
+            name, is_special = entry["content"], bool(entry.get("special", number is None))
+            if name not in SPECIALS and name not in found:
+                flags = {flag: bool(entry.get(flag, flag == "normalized" and not is_special)) for flag in FLAGS}
+                end = max([*vocab.values(), *(each for each, _ in found.values())]) + 1
+                where = vocab.get(name, end) if number is None else int(number)
+                found[name] = (where, AddedToken(name, special=is_special, **flags))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise DataError(f"tokenizer in {folder}: its added tokens cannot be read ({error!r})") from None
+    return sorted(found.values(), key=lambda pair: pair[0])
+
+
+def _add(encoder: Encoder, number: int, token: AddedToken, folder: Path) -> None:
+    encoder.add_tokens([token])
+    if encoder.token_to_id(token.content) != number:
+        raise DataError(
+            f"tokenizer in {folder}: the added token {token.content!r} has id {number}, which is not its id in the "
+            "vocabulary, nor the next one after it: save the tokenizer again with tokens added in order"
+        )
+
+
+def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str, Any]]:
     """Without its added tokens; and the settings that its cleaning amounts to, whatever the config beside it says."""
-    parts = _read_object(path)
     model = parts.get("model")
     if not isinstance(model, dict):
         raise DataError(f"{path} is no tokenizer of the `tokenizers` library")

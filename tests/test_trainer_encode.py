@@ -219,7 +219,7 @@ def test_a_vocabulary_of_another_size_is_refused(folder: Path, tmp_path: Path) -
     for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "vocab.txt").write_text((folder / "vocab.txt").read_text() + "more\n")
-    with pytest.raises(TrainerError, match="pieces, the model only"):
+    with pytest.raises(TrainerError, match="pieces, the model of .* only"):
         load_bert(tmp_path)
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from corpora import write_tokenizer
 from runs import lines, write_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
+from data_prep.tokenizer import load_tokenizer
 from trainer import checkpoint, weights
 from trainer.errors import TrainerError
 from trainer.export import write_folder
@@ -82,12 +84,9 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def vocabulary(tmp_path: Path) -> Path:
-    """The tokenizer's files, as far as an export looks into them."""
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    (folder / "vocab.txt").write_text("".join(f"w{number}\n" for number in range(TINY.vocab_size)))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text("{}")
+    """A tokenizer of as many pieces as the model has."""
+    folder = write_tokenizer(tmp_path / "tokenizer", [f"w{number}" for number in range(TINY.vocab_size - 5)])
+    load_tokenizer(folder).save(folder)
     return folder
 
 

@@ -92,14 +92,15 @@ def check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> N
     named = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["tokenizer_class"]
     if not hasattr(transformers, named):  # it takes a class of its own choice then, today
         raise TrainerError(f"{folder / 'tokenizer_config.json'}: transformers has no tokenizer_class {named!r}")
-    found = theirs.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
-    named = {f"token {number}": pair for number, pair in enumerate(zip(found, tokenizer.pieces, strict=True))}
+    ids = {number: piece for piece, number in theirs.get_vocab().items()}
+    named = {f"token {number}": (ids.get(number), piece) for number, piece in enumerate(tokenizer.pieces)}
     require_equal(folder / "tokenizer.json", named)
     words = [piece for piece in tokenizer.pieces if not piece.startswith((CONTINUING, "["))]
     words = words[:: -(-len(words) // _MOST_PIECES) or 1]
     joined = " ".join(words)
+    added = (f"a {token.content} b{token.content}." for token in tokenizer.added.values())
     specials = tokenizer.specials
-    for text in (*_TEXTS, joined, joined.upper(), "".join(words)[:100]):
-        ids = next(tokenizer.encode([text]))
-        cut = {f"the text {text[:60]!r}": (theirs(text, verbose=False).input_ids, [specials.cls, *ids, specials.sep])}
+    for text in (*_TEXTS, joined, joined.upper(), "".join(words)[:100], *added):
+        wanted = [specials.cls, *next(tokenizer.encode([text])), specials.sep]
+        cut = {f"the text {text[:60]!r}": (theirs(text, verbose=False).input_ids, wanted)}
         require_equal(folder / "tokenizer.json", cut)

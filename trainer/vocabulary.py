@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,20 @@ def token_counts(folder: Path, manifest: Manifest) -> Tensor:
     if not known:
         raise TrainerError(f"{path} is not the manifest's (its sha256 differs): restore it or build the shards again")
     return counts
+
+
+def require_rows(pieces: int, folder: Path, rows: int, model: Path, tell: Callable[[str], None]) -> None:
+    """Raises TrainerError if the tokenizer in ``folder`` has more ``pieces`` than the model; tells if it has fewer."""
+    if pieces > rows:  # the table's padding has rows for some of them, which were never trained
+        raise TrainerError(
+            f"{folder} has {pieces:,} pieces, the model of {model} only {rows:,}: name the tokenizer that it was "
+            "trained with"
+        )
+    if pieces < rows:
+        tell(
+            f"warning: {folder} has {pieces:,} pieces, the model of {model} has {rows:,}: no text gives the ids from "
+            f"{pieces} on; if tokens were added to the model, save its tokenizer beside it"
+        )
 
 
 def _run(checkpoint: Path) -> Path:

@@ -31,6 +31,7 @@ from trainer.model import Bert, Encoder, ModelConfig
 from trainer.optimizer import LambertOptimizer
 from trainer.options import OneLineParser, one_line, print_result
 from trainer.partition import fill_masters
+from trainer.vocabulary import require_rows
 
 PLAIN = "weights.safetensors"  # in a folder of fine-tuning, where no class of transformers' has its head
 # no weight means another thing under another one
@@ -191,23 +192,23 @@ def _require_vocabulary(path: Path, theirs: Path | str | None, ours: Path, tell:
                 f"run.weights: {path} has another vocabulary than the shards: token {number} is {seen[0]} there, "
                 f"{seen[1]} in the shards: {remedy}"
             )
-    tell(f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents)")
+    tell(
+        f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents, added tokens)"
+    )
 
 
 def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tuple[Bert, Path, list[str]]:
     """A model to use, fp32, on the CPU; the folder of its tokenizer; the names of heads that it lacks, left random.
 
-    ``path``: a folder that :func:`read` takes; ``tell`` is told of damaged checkpoints that are passed over. Raises
-    TrainerError for anything else, and DataError for a tokenizer that cannot be read.
+    ``path``: a folder that :func:`read` takes; ``tell`` is told of damaged checkpoints that are passed over, and of a
+    tokenizer that is smaller than the model. Raises TrainerError for anything else, and DataError for a tokenizer that
+    cannot be read.
     """
     given = read(source(path, tell) if path.is_dir() else path, lambda text: None)
     if given.model is None or not isinstance(given.tokenizer, Path):
         raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
-    pieces, rows = load_tokenizer(given.tokenizer).vocab_size, given.model.vocab_size
-    if pieces > rows:  # the table's padding has rows for some of them, which were never trained
-        raise TrainerError(
-            f"{given.tokenizer} has {pieces:,} pieces, the model only {rows:,}: restore its own vocabulary"
-        )
+    pieces = load_tokenizer(given.tokenizer).vocab_size
+    require_rows(pieces, given.tokenizer, given.model.vocab_size, path, tell)
     model = Bert(given.model)
     if not given.heads_may_lack:
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (given.tensors, model.state_dict())]

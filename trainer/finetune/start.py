@@ -16,6 +16,7 @@ from trainer.checkpoint import file_sha256, find
 from trainer.errors import TrainerError
 from trainer.finetune.task import Task, TaskModel
 from trainer.model import ModelConfig
+from trainer.vocabulary import require_rows
 from trainer.weights import read
 
 _POOLER = "pooler_"
@@ -35,7 +36,7 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], No
     """The model of a Hugging Face folder, a run's folder, a checkpoint or a file of plain weights.
 
     Its tokenizer lies in the same folder, or beside a run's checkpoints, unless it is given. ``tell`` is told what is
-    not used. Raises TrainerError where anything of it is missing.
+    not used, and of a tokenizer that is smaller than the model. Raises TrainerError where anything of it is missing.
     """
     told: list[str] = []
     given = read(path, told.append)
@@ -51,11 +52,7 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], No
         loaded = load_tokenizer(folder)
     except DataError as error:
         raise TrainerError(f"{error}; --tokenizer names another folder") from None
-    if loaded.vocab_size > given.model.vocab_size:
-        raise TrainerError(
-            f"{folder} has {loaded.vocab_size:,} pieces, the model of {path} only {given.model.vocab_size:,}: name the "
-            "tokenizer that it was trained with by --tokenizer"
-        )
+    require_rows(loaded.vocab_size, folder, given.model.vocab_size, path, tell)
     known = given.tokenizer if isinstance(given.tokenizer, str) else None
     if isinstance(given.tokenizer, Path) and folder != given.tokenizer:
         known = load_tokenizer(given.tokenizer).sha256()
