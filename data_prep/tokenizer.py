@@ -96,6 +96,11 @@ class Tokenizer:
         return sorted({*astuple(self.specials), *unused})
 
     @property
+    def fillers(self) -> int:
+        """How many [unusedN] stand at the vocabulary's end: they fill it up, and a model gives them no probability."""
+        return next((n for n, piece in enumerate(reversed(self.pieces)) if not UNUSED.fullmatch(piece)), 0)
+
+    @property
     def added(self) -> dict[int, AddedToken]:
         """Tokens that are found in a text before it is cut, by id: what `add_tokens` of `transformers` has added."""
         return dict(sorted(self.encoder.get_added_tokens_decoder().items()))

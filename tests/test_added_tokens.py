@@ -21,6 +21,7 @@ from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer import encode, export, fill_mask
 from trainer.errors import TrainerError
 from trainer.finetune.start import read_pretrained
+from trainer.vectors import Text
 from trainer.weights import fitting, load_bert
 
 MARKERS = ["[E1]", "[/E1]"]
@@ -135,7 +136,7 @@ def test_encode_and_fill_mask_read_them(tmp_path: Path) -> None:
     folder = with_tokens(tmp_path, MARKERS)
     model, own, _ = load_bert(folder, pytest.fail)
     ours = load_tokenizer(own)
-    ((example, _),) = encode.to_examples([encode.Text("text 1", TEXTS[0], None, None)], ours, 40, False)
+    ((example, _),) = encode.to_examples([Text("text 1", TEXTS[0], None, None)], ours, 40, False)
     theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert list(example.tokens) == theirs(TEXTS[0]).input_ids
     [[filled]] = fill_mask.fill_masks(model, ours, ["[E1] bame [/E1] [MASK]"], top=22)

@@ -27,6 +27,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.tokenizer import load_tokenizer
 from trainer.errors import TrainerError
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import LambertOptimizer
@@ -150,12 +152,15 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def load_model(path: Path, tell: Callable[[str], None] = lambda text: None) -> Bert:
     """The model of one checkpoint, or of the newest one in a run's folder, as :func:`find` finds it; fp32, on the CPU.
 
-    Raises TrainerError when there is no whole checkpoint, or none of finite weights.
+    Raises TrainerError when there is no whole checkpoint, or none of finite weights; DataError for a tokenizer beside
+    it that cannot be read.
     """
     checkpoint = find(path, tell)
     weights = load_weights(checkpoint)
     require_finite(f"checkpoint {checkpoint.folder}", weights)
-    model = Bert(ModelConfig(**checkpoint.record["config"]["model"]))
+    tokenizer = checkpoint.folder.parent / TOKENIZER_FOLDER
+    fillers = load_tokenizer(tokenizer).fillers if tokenizer.is_dir() else 0
+    model = Bert(ModelConfig(**checkpoint.record["config"]["model"]), fillers=fillers)
     model.load_state_dict(weights)
     return model
 

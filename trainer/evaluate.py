@@ -41,7 +41,7 @@ from trainer.checkpoint import load_model
 from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
-from trainer.model import Bert, ModelConfig, log_unigrams, nsp_classes
+from trainer.model import Bert, log_unigrams, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
 from trainer.vocabulary import require_vocabulary, token_counts
@@ -133,7 +133,7 @@ def evaluate(
     sums = torch.zeros(9, dtype=torch.float64, device=device)
     for batch in _in_step(batches, device) if in_step else batches:
         batch = batch.to(device)
-        told = model(batch, None, partial(_sums, model.model, batch, mask_id))
+        told = model(batch, None, partial(_sums, model.predicted, batch, mask_id))
         sums += torch.stack([value.double() for value in told])
     model.train(training)
     if dist.is_initialized():
@@ -145,13 +145,16 @@ def evaluate(
     return figures
 
 
-def _sums(model: ModelConfig, batch: MicroBatch, mask_id: int | None, mlm: Tensor, nsp: Tensor) -> tuple[Tensor, ...]:
-    """Loss, right answers and number of all targets, of those where ``mask_id`` stands, and of the pairs: nine ()."""
+def _sums(predicted: int, batch: MicroBatch, mask_id: int | None, mlm: Tensor, nsp: Tensor) -> tuple[Tensor, ...]:
+    """Loss, right answers and number of all targets, of those where ``mask_id`` stands, and of the pairs: nine ().
+
+    ``predicted``: how many ids, from 0 on, the logits ``mlm`` are of.
+    """
     hidden = only_mask_token(batch, mask_id).labels if mask_id is not None else torch.full_like(batch.labels, IGNORED)
     out: tuple[Tensor, ...] = ()
     for logits, labels, classes in (
-        (mlm, batch.labels, model.vocab_size),
-        (mlm, hidden, model.vocab_size),
+        (mlm, batch.labels, predicted),
+        (mlm, hidden, predicted),
         (nsp, nsp_classes(batch), 2),
     ):
         out += (*cross_entropy(logits, labels, classes), (labels != IGNORED).sum())
@@ -219,7 +222,7 @@ def evaluate_context(model: Bert, loader: Loader, counts: Tensor, device: torch.
     targets = torch.cat([torch.empty(0, dtype=torch.int64), *labels])  # a rank may have no sample
     return {
         **plain,
-        "mask_unigram_entropy": unigram_entropy(targets[targets != IGNORED], counts),
+        "mask_unigram_entropy": unigram_entropy(targets[targets != IGNORED], counts[: model.predicted]),
         "mask_loss_shuffled": blind["mask_loss"],
     }
 

@@ -7,12 +7,16 @@ under the token table's name only, and transformers ties it on loading.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from trainer.errors import TrainerError
 from trainer.model import Bert, ModelConfig
 
+# The decoder's bias of a piece that only fills the vocabulary up: exact in fp32, fp16 and bf16, and exp of it is 0.
+SILENT = -8192.0
 _NAMES = {
     "token_table": "bert.embeddings.word_embeddings.weight",
     "segment_table": "bert.embeddings.token_type_embeddings.weight",
@@ -39,10 +43,11 @@ _TIED = {
 }
 
 
-def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig, fillers: int = 0) -> dict[str, Tensor]:
     """Bert's ``state_dict`` under the names of BertForPreTraining, the vocabulary's padding cut off.
 
-    Raises TrainerError if a tensor is missing, too many, empty, or of another shape than the model's.
+    The last ``fillers`` tokens get SILENT as the decoder's bias, so that they have no probability there either. Raises
+    TrainerError if a tensor is missing, too many, empty, or of another shape than the model's.
     """
     _check_shapes(weights, model)
     out = {}
@@ -51,7 +56,22 @@ def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig) -> dict[str,
         parts = tensor.chunk(3) if len(targets) == 3 else (tensor,)  # (3D, ...) -> q, k, v of (D, ...)
         for target, part in zip(targets, parts, strict=True):
             out[target] = part[: model.vocab_size] if name in _PADDED else part
+    if fillers:
+        kept = weights["decoder_bias"][: model.vocab_size - fillers]
+        out[_NAMES["decoder_bias"]] = torch.cat([kept, kept.new_full((fillers,), SILENT)])
     return out
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of outputs, as a share of the largest; ``theirs`` may have columns of fillers on top.
+
+    Silent outputs are left out, being larger than all others. Infinite where one is silent and the other is not.
+    """
+    count, silent = ours.shape[1], theirs <= SILENT / 2
+    if not (torch.equal(silent[:, :count], ours <= SILENT / 2) and bool(silent[:, count:].all())):
+        return math.inf
+    heard, theirs = ~silent[:, :count], theirs[:, :count]
+    return float((ours - theirs)[heard].abs().max() / theirs[heard].abs().max())
 
 
 def from_hugging_face(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

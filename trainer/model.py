@@ -206,9 +206,14 @@ class Encoder(nn.Module):
 class Bert(Encoder):
     """BERT with both pre-training heads; the MLM decoder is the token table itself."""
 
-    def __init__(self, model: ModelConfig, seed: int = 0) -> None:
-        """Parameters start as ``initialise(seed)`` leaves them. ValueError for an unsound configuration."""
+    def __init__(self, model: ModelConfig, seed: int = 0, fillers: int = 0) -> None:
+        """Parameters start as ``initialise(seed)`` leaves them, rows of no token as zeros.
+
+        ``fillers``: pieces at the vocabulary's end that only fill it up; they are never predicted. ValueError for an
+        unsound configuration.
+        """
         super().__init__(model)
+        self.predicted = model.vocab_size - fillers  # ids from 0 on that the MLM head chooses among
         hidden = model.hidden
         self.pooler_weight = parameter(hidden, hidden)
         self.pooler_bias = parameter(hidden)
@@ -220,15 +225,18 @@ class Bert(Encoder):
         self.nsp_weight = parameter(2, hidden)
         self.nsp_bias = parameter(2)
         self.initialise(seed)
+        if not self.token_table.is_meta:
+            with torch.no_grad():  # else LAMB's trust ratio of the table would depend on its padding
+                self.token_table[self.predicted :] = 0
 
     @torch.no_grad()
     def set_decoder_prior(self, counts: Tensor) -> None:
-        """Start the MLM decoder's bias at :func:`log_unigrams` of ``counts`` (V,) int64.
+        """Start the MLM decoder's bias at :func:`log_unigrams` of ``counts`` (V,) int64, without fillers.
 
         From zero the bias moves by at most the sum of the learning rates, far less than the range of log frequencies.
         Word frequencies are then learned as one hidden vector that all tokens share, which flattens the encoder.
         """
-        self.decoder_bias[: self.model.vocab_size] = log_unigrams(counts).to(self.decoder_bias)
+        self.decoder_bias[: self.predicted] = log_unigrams(counts[: self.predicted]).to(self.decoder_bias)
 
     def forward(self, batch: MicroBatch, keys: Tensor | None = None, judge: Judge | None = None) -> Any:
         """The losses of a micro-batch, ``Output``; ``keys`` (T, 2) int32 switch dropout on, None is evaluation.
@@ -239,14 +247,14 @@ class Bert(Encoder):
         mlm_logits, nsp_logits = self._heads(self.encode(batch, keys), batch)
         if judge is not None:
             return judge(mlm_logits, nsp_logits)
-        mlm_loss, mlm_correct = cross_entropy(mlm_logits, batch.labels, self.model.vocab_size)
+        mlm_loss, mlm_correct = cross_entropy(mlm_logits, batch.labels, self.predicted)
         nsp_loss, nsp_correct = cross_entropy(nsp_logits, nsp_classes(batch))
         return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """MLM logits (P, V), without the vocabulary's padding, and NSP logits (B, 2); no dropout."""
+        """MLM logits (P, predicted), without fillers and padding, and NSP logits (B, 2); no dropout."""
         mlm_logits, nsp_logits = self._heads(self.encode(batch, None), batch)
-        return mlm_logits[:, : self.model.vocab_size], nsp_logits
+        return mlm_logits[:, : self.predicted], nsp_logits
 
     def _heads(self, x: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """(T, D) -> MLM logits (P, V with padding), NSP logits (B, 2)."""

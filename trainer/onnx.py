@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from trainer.batch import MicroBatch
 from trainer.errors import TrainerError
+from trainer.hugging_face import SILENT, difference
 from trainer.model import Bert, ModelConfig, pool
 
 OPSET = 18  # the first with all that is used, of 2022: old runtimes read it, too
@@ -44,7 +45,8 @@ class Padded(nn.Module):
         super().__init__()
         self.bert, self.task, rows = bert, task, bert.model.vocab_size
         self.table = nn.Parameter(bert.token_table[:rows], requires_grad=False)
-        self.decoder_bias = nn.Parameter(bert.decoder_bias[:rows], requires_grad=False)
+        self.decoder_bias = nn.Parameter(bert.decoder_bias[:rows].clone(), requires_grad=False)
+        self.decoder_bias[bert.predicted :] = SILENT
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of the task, in the order of OUTPUTS; all inputs (B, S) int64."""
@@ -80,14 +82,18 @@ class Padded(nn.Module):
         return F.linear(mixed, layer.attention_out_weight, layer.attention_out_bias)
 
 
-def export_checked(weights: dict[str, Tensor], model: ModelConfig, task: str, path: Path, batch: MicroBatch) -> float:
+def export_checked(
+    weights: dict[str, Tensor], model: ModelConfig, task: str, path: Path, batch: MicroBatch, fillers: int = 0
+) -> float:
     """Write ``path`` and compare it on ``batch``, and on its sequences alone; what :func:`check` returns.
+
+    ``fillers``: pieces at the vocabulary's end that get no probability.
 
     Raises TrainerError where a library that it needs is not installed, and as :func:`check` does.
     """
     if missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]:
         raise TrainerError(f"--onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}, or leave it out")
-    bert = Bert(model)
+    bert = Bert(model, fillers=fillers)
     bert.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     write(bert, task, path)
     return check(path, bert, task, batch)
@@ -136,11 +142,7 @@ def check(path: Path, bert: Bert, task: str, batch: MicroBatch) -> float:
     ]
     found.append(tuple(torch.cat([torch.from_numpy(each[k]).flatten(0, -2) for each in alone]) for k in (0, 1)))
     expected = _ours(bert, task, batch)
-    worst = max(
-        float((ours - theirs).abs().max() / ours.abs().max())
-        for pair in found
-        for ours, theirs in zip(expected, pair, strict=True)
-    )
+    worst = max(difference(ours, theirs) for pair in found for ours, theirs in zip(expected, pair, strict=True))
     if not worst <= TOLERANCE:  # so written, NaN fails
         raise TrainerError(f"{path}: its outputs differ from the weights' own by {worst:.1e}; {TOLERANCE} is allowed")
     return worst

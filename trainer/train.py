@@ -13,7 +13,9 @@ from typing import IO, Any
 import yaml
 
 from data_prep.atomic import replacing
+from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.tokenizer import load_tokenizer
 from kernels import backend
 from trainer import checkpoint
 from trainer.changes import Setup, since, spelled
@@ -74,7 +76,8 @@ class Run:
 
     def _model(self) -> Bert:
         """The model as a fresh run starts; a checkpoint, or weights that the configuration names, replace it."""
-        module, first = Bert(self.config.model, self.config.run.seed), self.phases[0].loader
+        first = self.phases[0].loader
+        module = Bert(self.config.model, self.config.run.seed, _fillers(first.folder))
         if self.config.model.decoder_prior == "unigram":
             module.set_decoder_prior(token_counts(first.folder, first.manifest))
         return module
@@ -299,6 +302,14 @@ def _train(run: Run) -> TrainState:
         state = run.entering(state)
     run.end(state)
     return replace(state, phase=len(run.phases)) if run.reached else state
+
+
+def _fillers(shards: Path) -> int:
+    """Pieces at the end of the shards' vocabulary that only fill it up. Raises TrainerError if it cannot be read."""
+    try:
+        return load_tokenizer(shards / TOKENIZER_FOLDER).fillers
+    except DataError as error:
+        raise TrainerError(str(error)) from None
 
 
 def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:

@@ -79,6 +79,8 @@ def fitting(
     given = read(path, tell)
     if tokenizer is not None:
         _require_vocabulary(path, given.tokenizer, tokenizer, tell)
+        if "decoder_bias" in given.tensors:  # an export's, of fillers, would be all of a LAMB norm
+            given.tensors["decoder_bias"][model.vocab_size - load_tokenizer(tokenizer).fillers :] = 0
     if given.model is not None:
         theirs, ours = asdict(given.model), asdict(model)
         if different := [
@@ -207,9 +209,9 @@ def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tu
     given = read(source(path, tell) if path.is_dir() else path, lambda text: None)
     if given.model is None or not isinstance(given.tokenizer, Path):
         raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
-    pieces = load_tokenizer(given.tokenizer).vocab_size
-    require_rows(pieces, given.tokenizer, given.model.vocab_size, path, tell)
-    model = Bert(given.model)
+    tokenizer, rows = load_tokenizer(given.tokenizer), given.model.vocab_size
+    require_rows(tokenizer.vocab_size, given.tokenizer, rows, path, tell)
+    model = Bert(given.model, fillers=tokenizer.fillers + rows - tokenizer.vocab_size)
     if not given.heads_may_lack:
         shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (given.tensors, model.state_dict())]
         require_shapes(str(path), *shapes)
