@@ -147,12 +147,8 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
 
 
-def load_model(path: Path, tell: Callable[[str], None] = lambda text: None) -> Bert:
-    """The model of one checkpoint, or of the newest one in a run's folder, as :func:`find` finds it; fp32, on the CPU.
-
-    Raises TrainerError when there is no whole checkpoint, or none of finite weights.
-    """
-    checkpoint = find(path, tell)
+def load_model(checkpoint: Checkpoint) -> Bert:
+    """The checkpoint's model, fp32, on the CPU. Raises TrainerError if a part is damaged or a weight is not finite."""
     weights = load_weights(checkpoint)
     require_finite(f"checkpoint {checkpoint.folder}", weights)
     model = Bert(ModelConfig(**checkpoint.record["config"]["model"]))
