@@ -43,6 +43,7 @@ from data_prep.manifest import (
 )
 from data_prep.masking import make_samples, make_vocabulary
 from data_prep.metrics import Figures
+from data_prep.npy import read_integers
 from data_prep.pairs import Block, PlanCounts, cut_blocks, plan_pairs
 from data_prep.selection import Selected, select_documents
 from data_prep.settings import Settings
@@ -195,7 +196,7 @@ def _tokenize(
         chunks = workers.map(work, read_chunks(sources, reading))
         shown = show_progress(chunks, "tokenized", "bytes", lambda chunk: chunk.read, sum(sizes))
         write_store(job.store, _counting_text(shown, figures), len(sources))
-    counts = np.load(job.store / COUNTS, allow_pickle=False)
+    counts = _read_again(job.store / COUNTS, len(Counted))
     if not counts[:, 0].any():
         which = f" in records with {settings.where}" if settings.where else ""
         more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
@@ -260,7 +261,7 @@ def _plan(job: Job, selected: Selected, workers: Workers, figures: Figures) -> P
                 )
         with replacing(counts_file) as file:
             np.save(file, total, allow_pickle=False)
-    planned = PlanCounts(*np.load(counts_file, allow_pickle=False).tolist())
+    planned = PlanCounts(*_read_again(counts_file).tolist())
     figures.tokens_left_over += planned.left_over
     figures.tokens_truncated += planned.truncated
     figures.pairs_unmaskable += planned.unmaskable
@@ -286,6 +287,14 @@ def _make_shards(
         length_counts[: len(lengths)] += lengths
     token_counts[list(astuple(job.tokenizer.specials))] = 0
     return tuple(records), token_counts, length_counts
+
+
+def _read_again(path: Path, *columns: int) -> NDArray[np.int64]:
+    """Counts that this run wrote, or one that was killed."""
+    try:
+        return read_integers(path, *columns, what="counts")
+    except DataError as error:
+        raise DataError(f"{error}; remove it, and run again") from None
 
 
 def _finished(manifest: Manifest, figures: Figures) -> Manifest:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import DataError
-from data_prep.manifest import TOKENIZER_FOLDER, Manifest, file_sha256, load_manifest
+from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.settings import largest_count
 from data_prep.shards import Sample, decode_sample, index_path, read_index, tar_path
 from data_prep.sources import describe_left_out
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import load_proven
 
 UNKNOWN_LIMIT = 0.01  # of a file's tokens; above it the tokenizer does not suit the text
 TRUE_PAIRS = (0.4, 0.6)  # share of the pairs that the model can learn from
@@ -108,19 +108,18 @@ def warn_of_markup(lines: Mapping[str, int]) -> Iterator[str]:
 def show_samples(folder: Path, count: int) -> Iterator[str]:
     """The first ``count`` samples of a data set as text; what was masked reads {label>what stands there}."""
     manifest = load_manifest(folder)
-    tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
     remedy = f"run verify --full {folder}, which names all that is to be built again"
-    if tokenizer.sha256() != manifest.tokenizer.sha256:
-        raise DataError(f"{folder / TOKENIZER_FOLDER}: not the tokenizer in the manifest; {remedy}")
+    tokenizer = load_proven(folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256, remedy=remedy)
     labels = LABELS[manifest.settings.pairs]
     number = 0
     for shard in manifest.shards:
         if number >= count:
             return
         path = index_path(folder, shard.name)
-        index = read_index(path)[: count - number]
-        if file_sha256(path) != shard.index_sha256:
-            raise DataError(f"{path}: not the index in the manifest; {remedy}")
+        try:
+            index = read_index(path, shard.index_sha256)[: count - number]
+        except DataError as error:
+            raise DataError(f"{error}; {remedy}") from None
         path = tar_path(folder, shard.name)
         with path.open("rb") as tar:
             for row, (offset, size, _, _, crc) in enumerate(index.tolist()):

@@ -8,8 +8,12 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import numpy as np
+from numpy.typing import NDArray
+
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
+from data_prep.npy import read_integers
 from data_prep.settings import LATER, Settings
 from data_prep.sources import LeftOut
 from data_prep.tokenizer import SpecialIds
@@ -153,6 +157,14 @@ def save_manifest(folder: Path, manifest: Manifest) -> None:
 def manifest_hash(folder: Path) -> str:
     """The sha256 of the manifest, which names every shard by its own: it stands for the whole data set."""
     return file_sha256(folder / MANIFEST)
+
+
+def read_histogram(folder: Path, histogram: Histogram) -> NDArray[np.int64]:
+    """The array. Raises DataError if its file is missing or another one."""
+    try:
+        return read_integers(folder / histogram.file, sha256=histogram.sha256, what="histogram")
+    except DataError as error:
+        raise DataError(f"{error}: restore it, or build again") from None
 
 
 def file_sha256(path: Path) -> str:

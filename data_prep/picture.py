@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
-from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
+from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest, read_histogram
 from data_prep.shards import Column, index_path, read_index
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import load_proven
 
 if TYPE_CHECKING:  # nothing but a picture needs it
     from matplotlib.axes import Axes
@@ -95,20 +95,17 @@ def read_figures(folder: Path, manifest: Manifest) -> Figures:
     masks = np.zeros(manifest.settings.max_predictions + 1, np.int64)
     for shard in manifest.shards:
         path = index_path(folder, shard.name)
-        index = read_index(path)
+        index = read_index(path, shard.index_sha256)
         for counts, column in ((lengths, Column.TOKENS), (masks, Column.MASKED)):
             most, found = len(counts) - 1, int(index[:, column].max())
             if found > most or index[:, column].min() < 0:
                 raise DataError(f"{path}: a sample of {found} {column.name.lower()}, wanted 0 to {most}; run verify")
             counts += np.bincount(index[:, column], minlength=most + 1)
-    path = folder / manifest.token_counts.file
-    try:
-        tokens: NDArray[np.int64] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: no token counts can be read ({error})") from None
+    tokens, path = read_histogram(folder, manifest.token_counts), folder / manifest.token_counts.file
+    tokenizer = load_proven(folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
     if tokens.shape != (manifest.tokenizer.vocab_size,):
         raise DataError(f"{path}: shape {tokens.shape} for a vocabulary of {manifest.tokenizer.vocab_size}")
-    return Figures(lengths, masks, np.delete(tokens, load_tokenizer(folder / TOKENIZER_FOLDER).never))
+    return Figures(lengths, masks, np.delete(tokens, tokenizer.never))
 
 
 def padding_share(lengths: NDArray[np.int64]) -> float:

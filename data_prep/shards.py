@@ -16,12 +16,10 @@ entry reads a sample in O(1) and proves it.
 
 from __future__ import annotations
 
-import io
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
+from data_prep.npy import HEADER, npy_header, read_integers
 
 PREFIX = "shard-"
 NO_PAIR = 2  # is_next of a sample of one segment: there is no second task
 BLOCK = 512  # of a tar: a header is one, data are padded to a multiple
 ARCHIVE_END = 2 * BLOCK  # zeros
-HEADER = 128  # bytes of .npy header before a sample's numbers
 DESCR = slice(21, 24)  # of the header
 DTYPES: dict[bytes, np.dtype[Any]] = {b"<u2": np.dtype("<u2"), b"<u4": np.dtype("<u4")}
 NUMBERS = 4  # n, split, is_next, m
@@ -95,7 +93,7 @@ def decode_sample(buffer: bytes | memoryview) -> Sample:
     header = bytes(buffer[:HEADER])
     dtype = _dtype_of(header)
     size, rest = divmod(len(buffer) - HEADER, dtype.itemsize)
-    if rest or size < NUMBERS or header != _npy_header(dtype.str, size):
+    if rest or size < NUMBERS or header != npy_header(dtype.str, size):
         raise DataError(f"no sample: {len(buffer)} bytes do not fit its .npy header")
     numbers = np.frombuffer(buffer, dtype, offset=HEADER)
     n, split, is_next, m = numbers[:NUMBERS].tolist()
@@ -165,14 +163,14 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     return index, is_next, numbers[_spread(first + NUMBERS, n)]
 
 
-def read_index(path: Path) -> NDArray[np.int64]:
-    """int64[samples, 5]. Raises DataError if the file is missing or no index."""
-    try:
-        index: NDArray[np.int64] = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: no index can be read ({error})") from None
-    if index.dtype != np.int64 or index.ndim != 2 or index.shape[1] != len(Column) or not len(index):
-        raise DataError(f"{path}: no index, but {index.dtype} of shape {index.shape}")
+def read_index(path: Path, sha256: str | None = None) -> NDArray[np.int64]:
+    """int64[samples, 5]. ``sha256``: the manifest's, if there is a manifest yet.
+
+    Raises DataError if the file is missing, another one, or no index.
+    """
+    index = read_integers(path, len(Column), sha256=sha256, what="index")
+    if not len(index):
+        raise DataError(f"{path}: no index: it is empty")
     return index
 
 
@@ -190,7 +188,7 @@ def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[m
     blocks = data.reshape(-1, BLOCK)
     blocks[offset // BLOCK - 1] = _tar_headers(number + np.arange(len(samples)), size)
     counts, which = np.unique(count, return_inverse=True)
-    headers = np.frombuffer(b"".join(_npy_header(dtype.str, c) for c in counts.tolist()), np.uint8)
+    headers = np.frombuffer(b"".join(npy_header(dtype.str, c) for c in counts.tolist()), np.uint8)
     blocks[offset // BLOCK, :HEADER] = headers.reshape(-1, HEADER)[which]
 
     numbers, begin = data.view(dtype), (offset + HEADER) // dtype.itemsize
@@ -219,14 +217,6 @@ def _dtype_of(header: bytes | memoryview) -> np.dtype[Any]:
     if dtype is None:
         raise DataError("no sample: it does not start with the .npy header of one")
     return dtype
-
-
-@lru_cache(maxsize=4096)
-def _npy_header(dtype: str, size: int) -> bytes:
-    """The HEADER bytes that np.save writes before ``size`` numbers."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": (size,)})
-    return file.getvalue()
 
 
 def _tar_headers(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:

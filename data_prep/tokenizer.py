@@ -24,11 +24,13 @@ from tokenizers import Tokenizer as Encoder
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
 
+PIECES, WHOLE, SETTINGS = TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
 LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
 LARGEST_VOCABULARY = 1_000_000  # pieces; the largest of a published BERT, LaBSE, is half of it
 LARGEST_MULTIPLE = 65_536  # no matrix product asks for more
+MANIFESTS, RESTORE = "the manifest's tokenizer", "restore it, or build the shards again"
 BATCH = 128  # sentences encoded at once
 UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only fill up a vocabulary, as Google published BERT with
 MODEL: dict[
@@ -128,9 +130,9 @@ class Tokenizer:
         published.post_processor = processors.BertProcessing(("[SEP]", self.specials.sep), ("[CLS]", self.specials.cls))
         published.decoder = decoders.WordPiece(CONTINUING)
         contents = {
-            "vocab.txt": "\n".join(self.pieces),
-            "tokenizer.json": published.to_str(pretty=True),
-            "tokenizer_config.json": json.dumps(self.settings, indent=2, sort_keys=True),
+            PIECES: "\n".join(self.pieces),
+            WHOLE: published.to_str(pretty=True),
+            SETTINGS: json.dumps(self.settings, indent=2, sort_keys=True),
         }
         return {name: content.encode() + b"\n" for name, content in contents.items()}
 
@@ -150,7 +152,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; `python -m data_prep vocab` makes one")
-    config, whole, vocabulary = (folder / name for name in ("tokenizer_config.json", "tokenizer.json", "vocab.txt"))
+    config, whole, vocabulary = (folder / name for name in (SETTINGS, WHOLE, PIECES))
     settings = DEFAULTS | (_read_object(config) if config.exists() else {})
     if whole.exists():
         parts = _read_object(whole)
@@ -160,9 +162,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         parts = {}
         _require_bert(folder, settings)
         try:
-            encoder = _bert_encoder(vocabulary.read_text("utf-8").rstrip("\n").split("\n"), settings)
-        except (UnicodeDecodeError, TypeError) as error:  # TypeError: a setting that is no true or false
-            raise DataError(f"tokenizer in {folder}: not UTF-8, or a wrong setting ({error})") from None
+            encoder = _bert_encoder(_lines_of(vocabulary), settings)
+        except TypeError as error:  # a setting that is no true or false
+            raise DataError(f"tokenizer in {folder}: a wrong setting ({error})") from None
     else:
         raise DataError(f"tokenizer folder {folder} holds neither tokenizer.json nor vocab.txt")
     vocab = encoder.get_vocab()
@@ -182,10 +184,46 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(encoder, sorted(vocab, key=vocab.__getitem__), specials, settings)
 
 
+def load_proven(folder: Path, sha256: str, whose: str = MANIFESTS, remedy: str = RESTORE) -> Tokenizer:
+    """Load a tokenizer and prove that it is the one whose `Tokenizer.sha256` is on record.
+
+    Every reader of a data set or a run loads its tokenizer here: another one of the same size gives every id another
+    meaning, and nothing else would notice. The files that only `transformers` reads must agree with tokenizer.json.
+
+    Raises DataError as `load_tokenizer` does, and for another tokenizer; each ends with the ``remedy``.
+    """
+    if not folder.is_dir():
+        raise DataError(f"tokenizer folder {folder} does not exist: {remedy}")
+    try:
+        loaded = load_tokenizer(folder)
+        require_sha256(loaded, sha256, folder, whose)
+        if (folder / WHOLE).exists():
+            _require_agreement(folder, loaded)
+    except DataError as error:
+        raise DataError(f"{error}: {remedy}") from None
+    return loaded
+
+
+def require_sha256(tokenizer: Tokenizer, sha256: str, folder: Path, whose: str = MANIFESTS) -> None:
+    """Raises DataError if the tokenizer of ``folder`` is not the one whose `Tokenizer.sha256` is on record."""
+    if tokenizer.sha256() != sha256:
+        raise DataError(f"{folder} is not {whose} (its sha256 differs)")
+
+
+def _require_agreement(folder: Path, tokenizer: Tokenizer) -> None:
+    if (folder / PIECES).exists() and _lines_of(folder / PIECES) != tokenizer.pieces:
+        raise DataError(f"{folder / PIECES} has other pieces than {WHOLE} beside it")
+    said = DEFAULTS | _read_object(folder / SETTINGS) if (folder / SETTINGS).exists() else tokenizer.settings
+    for name in CLEANING:
+        there, here = json.dumps(said[name]), json.dumps(tokenizer.settings[name])
+        if there != here:
+            raise DataError(f"{folder / SETTINGS} has {name} {there}, {WHOLE} beside it has {here}")
+
+
 @lru_cache(1)
 def load_once(folder: Path, sha256: str) -> Tokenizer:
-    """`load_tokenizer`, once in a process: workers come for each task to a build's own copy, which has this hash."""
-    return load_tokenizer(folder)
+    """`load_proven`, once in a process: workers come for each task to a build's own copy."""
+    return load_proven(folder, sha256, "the tokenizer that the build began with", "leave it alone, and build again")
 
 
 def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
@@ -318,7 +356,8 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
         if found != wanted:
             raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found}")
     for part, wanted in CLEANERS.items():
-        found = (parts.get(part) or {}).get("type")
+        given = parts.get(part)
+        found = given.get("type") if isinstance(given, dict) else repr(given)
         if found != wanted:
             raise DataError(f"{path}: wanted a {part} of type {wanted}, BERT's own, found {found}")
     bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
@@ -327,14 +366,26 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
         encoder = Encoder.from_str(json.dumps(parts | bare))
         encoder.model = models.WordPiece(model["vocab"], unk_token="[UNK]", continuing_subword_prefix=CONTINUING)
     except Exception as error:  # `tokenizers` raises nothing narrower
-        raise DataError(f"{path} is no tokenizer of the `tokenizers` library ({error})") from None
-    normalizer = parts.get("normalizer") or {}
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} is no tokenizer of the `tokenizers` library ({reason})") from None
+    normalizer = parts["normalizer"]
     return encoder, {theirs: normalizer[ours] for theirs, ours in CLEANING.items() if ours in normalizer}
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").rstrip("\n").split("\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error})") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):

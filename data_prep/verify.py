@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, ShardRecord, file_sha256, load_manifest
 from data_prep.shards import PREFIX, Column, index_path, read_shard, tar_path
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import WHOLE, load_tokenizer, require_sha256
 
 
 def verify(folder: Path, full: bool = False) -> list[str]:
@@ -104,12 +104,10 @@ def _beside_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
 def _check_tokenizer(folder: Path, manifest: Manifest) -> Iterator[str]:
     """The manifest proves what decides the ids, which is in tokenizer.json; this says what each file must hold."""
     tokenizer = load_tokenizer(folder)
-    if tokenizer.sha256() != manifest.tokenizer.sha256:
-        yield f"{folder}: not the tokenizer in the manifest (its sha256 differs)"
-        return
+    require_sha256(tokenizer, manifest.tokenizer.sha256, folder)
     files = tokenizer.files()
     if manifest.settings.tokenizers != version("tokenizers"):
-        del files["tokenizer.json"]  # another version may lay it out otherwise
+        del files[WHOLE]  # another version may lay it out otherwise
     for name, content in files.items():
         path = folder / name
         if not path.is_file() or path.read_bytes() != content:

@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from data_prep.build import build
 from data_prep.errors import DataError
-from data_prep.manifest import TOKENIZER_FOLDER, load_manifest
+from data_prep.manifest import TOKENIZER_FOLDER, file_sha256, load_manifest
 from data_prep.picture import draw, make_spread, masked_share, padding_share, read_figures
 from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
@@ -88,9 +88,15 @@ def test_a_damaged_data_set_costs_one_line(data: Path, tmp_path: Path) -> None:
     index = np.load(copy / "shard-00001.idx.npy")
     index[0, 2] = 33
     np.save(copy / "shard-00001.idx.npy", index)
+    with pytest.raises(DataError, match=r"shard-00001\.idx\.npy: not the index in the manifest"):
+        draw(copy, tmp_path / "data.png")
+    manifest, known = copy / "manifest.json", file_sha256(data / "shard-00001.idx.npy")
+    text = manifest.read_text()
+    manifest.write_text(text.replace(known, file_sha256(copy / "shard-00001.idx.npy")))
     with pytest.raises(DataError, match=r"shard-00001\.idx\.npy: a sample of 33 tokens"):
         draw(copy, tmp_path / "data.png")
     shutil.copy(data / "shard-00001.idx.npy", copy)
+    manifest.write_text(text)
     for content in (b"no array", (data / "length_counts.npy").read_bytes()):
         (copy / "token_counts.npy").write_bytes(content)
         with pytest.raises(DataError, match=r"token_counts\.npy"):

@@ -106,6 +106,20 @@ def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
         ({"vocab.txt": b"[PAD]", "tokenizer_config.json": b'{"do_lower_case": "yes"}'}, "a wrong setting"),
         ({"tokenizer.json": b'{"model": {"type": "BPE", "continuing_subword_prefix": null}}'}, "WordPiece"),
         ({"vocab.txt": b"", "tokenizer_config.json": b"["}, "not JSON"),
+        ({"tokenizer.json": bytes(range(255, 0, -1))}, "tokenizer.json: not JSON"),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": "BertNormalizer"}).encode()},
+            "wanted a normalizer of type BertNormalizer",
+        ),
+        (
+            {
+                "tokenizer.json": json.dumps(
+                    {"model": MODEL | {"vocab": [1]}, "normalizer": {"type": "BertNormalizer"}}
+                    | {"pre_tokenizer": {"type": "BertPreTokenizer"}}
+                ).encode()
+            },
+            "is no tokenizer of the `tokenizers` library",
+        ),
     ],
 )
 def test_bad_folders_are_refused(tmp_path: Path, files: dict[str, bytes] | None, message: str) -> None:

@@ -68,7 +68,7 @@ def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture
         "shard-00004.copy.tar: foreign",
         "shard-00099.tar: foreign",
         "absent holds no manifest.json",
-        "not the tokenizer",
+        "is not the manifest's tokenizer",
     ]
     assert [sum(name in problem for problem in problems) for name in expected] == [1] * len(problems)
 
@@ -105,9 +105,9 @@ def test_another_version_of_the_library_may_write_its_file_otherwise(data: Path)
 @pytest.mark.parametrize(
     ("name", "position", "problem"),
     [
-        ("shard-00000.tar", 512 + 200, "shard-00000.tar: sample 0 is damaged"),
-        ("shard-00001.idx.npy", -40, "shard-00001.idx.npy: not the index in the manifest"),
-        ("tokenizer/tokenizer.json", None, "tokenizer: not the tokenizer in the manifest"),
+        ("shard-00000.tar", 512 + 200, "shard-00000.tar: sample 0 is damaged; "),
+        ("shard-00001.idx.npy", -40, "shard-00001.idx.npy: not the index in the manifest (its sha256 differs); "),
+        ("tokenizer/tokenizer.json", None, "tokenizer is not the manifest's tokenizer (its sha256 differs): "),
     ],
 )
 def test_a_damaged_sample_is_not_shown(
@@ -119,7 +119,7 @@ def test_a_damaged_sample_is_not_shown(
         flip(data / name, position)
     assert main(["inspect", str(data), "--samples", "30"]) == 2
     remedy = f"run verify --full {data}, which names all that is to be built again"
-    assert capsys.readouterr().err == f"data_prep: error: {data}/{problem}; {remedy}\n"
+    assert capsys.readouterr().err == f"data_prep: error: {data}/{problem}{remedy}\n"
 
 
 @pytest.mark.parametrize("position", [3, 600, -1500, -1])

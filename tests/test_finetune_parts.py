@@ -213,13 +213,13 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     made, other = bert_folder(tmp_path), tmp_path / "other"
     own = PIECES[len(SPECIALS) :]
     write_tokenizer(other, [*own[1:], own[0]])  # of the same size
-    with pytest.raises(TrainerError, match=f"{other} is another vocabulary than the one that .* was trained with"):
+    with pytest.raises(TrainerError, match=f"{other} is not the tokenizer that .* was trained with"):
         read_pretrained(made, other, refuse)
     weights.write(
         Bert(TINY).state_dict(), TINY, tmp_path / "plain.safetensors", tokenizer=load_tokenizer(made).sha256()
     )
     read_pretrained(tmp_path / "plain.safetensors", made, refuse)
-    with pytest.raises(TrainerError, match=f"{other} is another vocabulary than the one that .* was trained with"):
+    with pytest.raises(TrainerError, match=f"{other} is not the tokenizer that .* was trained with"):
         read_pretrained(tmp_path / "plain.safetensors", other, refuse)
 
 

@@ -65,8 +65,10 @@ def test_everything_that_does_not_fit_is_told_at_once(
 def test_another_vocabulary_of_the_same_size_is_refused(
     tiny_shards: Path, own_shards: Path, tiny_model: ModelConfig, use: str
 ) -> None:
-    manifest = own_shards / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(load_manifest(own_shards).tokenizer.sha256, "0" * 64))
+    pieces = own_shards / "tokenizer" / "tokenizer.json"
+    pieces.write_text(pieces.read_text().replace('"ba"', '"ab"'))
+    (own_shards / "tokenizer" / "vocab.txt").unlink()
+    rewrite(own_shards, load_manifest(own_shards).tokenizer.sha256, load_tokenizer(own_shards / "tokenizer").sha256())
     if use == "train":
         phases = [phase(tiny_shards), phase(own_shards, name="b")]
     else:

@@ -21,6 +21,7 @@ import trainer.evaluate
 from data_prep.manifest import load_manifest
 from trainer.batch import IGNORED, MicroBatch
 from trainer.cache import CacheConfig
+from trainer.checkpoint import Checkpoint
 from trainer.errors import TrainerError
 from trainer.evaluate import (
     Target,
@@ -231,6 +232,12 @@ def test_the_marks_for_context(tiny_shards: Path, tiny_model: ModelConfig) -> No
     assert figures["mask_loss"] == pytest.approx(figures["mask_loss_shuffled"], rel=1e-5)
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, model: Bert) -> None:
+    """Have the command find a checkpoint of this model wherever it looks for one."""
+    monkeypatch.setattr(trainer.evaluate, "find", lambda path, tell: Checkpoint(Path(path), {}, {}, {"config": {}}))
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda found: model)
+
+
 def test_the_command_refuses_shards_of_another_vocabulary(
     tiny_shards: Path,
     own_shards: Path,
@@ -238,7 +245,7 @@ def test_the_command_refuses_shards_of_another_vocabulary(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path, tell: Bert(tiny_model))
+    pretend(monkeypatch, Bert(tiny_model))
     arguments = ["--checkpoint", "run", "--heldout", str(tiny_shards), "--train", str(own_shards)]
     assert main(arguments) == 0
     assert '"mask_unigram_entropy": ' in capsys.readouterr().out
@@ -254,7 +261,7 @@ def test_the_command_refuses_shards_of_another_vocabulary(
     (own_shards / "token_counts.npy").unlink()
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("trainer.evaluate: error: ") and "token_counts.npy cannot be read" in line
+    assert line.startswith("trainer.evaluate: error: ") and "token_counts.npy: no histogram can be read" in line
     with pytest.raises(SystemExit):
         main([*arguments, "--micro-batch", "0"])
     assert "--micro-batch is 0: must be 1 or more" in capsys.readouterr().err
@@ -268,7 +275,7 @@ def test_the_command_reads_data_sets_at_addresses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """To the same figures; of the training data, no shard is fetched."""
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path, tell: Bert(tiny_model, seed=3))
+    pretend(monkeypatch, Bert(tiny_model, seed=3))
     address, cache = f"file://{own_shards}", tmp_path / "cache"
     told = []
     for place in (str(own_shards), address):
@@ -357,7 +364,7 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
 def test_ranks_share_the_samples_of_the_command(
     tiny_shards: Path, tiny_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda path, tell: Bert(tiny_model))
+    pretend(monkeypatch, Bert(tiny_model))
     seen: list[int] = []
     monkeypatch.setattr(
         trainer.evaluate, "evaluate_context", lambda _, loader, *rest: seen.extend(sequences([list(loader.sweep(16))]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from raw_samples import CUTS, masks_of, order_of, raw_shards, read_epochs, read_ranks, samples_of, undone
 
 from data_prep.build import build
-from data_prep.manifest import load_manifest
+from data_prep.manifest import file_sha256, load_manifest
 from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Sample
 from kernels.dropout import token_keys
@@ -223,6 +224,19 @@ def test_a_shard_that_is_not_the_manifests_is_named(own_shards: Path, damage: st
     with pytest.raises(TrainerError, match="shard-00001") as error:
         sweep(own_shards)
     assert "\n" not in str(error.value) and "restore it" in str(error.value)
+
+
+def test_a_sample_that_is_none_is_named_though_its_checksum_fits(own_shards: Path) -> None:
+    tar, beside, manifest = (own_shards / name for name in ("shard-00002.tar", "shard-00002.idx.npy", "manifest.json"))
+    content, index, known = bytearray(tar.read_bytes()), np.load(beside), file_sha256(beside)
+    offset, size = index[17, :2].tolist()
+    content[offset + 128] ^= 64  # its number of tokens
+    index[17, 4] = zlib.crc32(content[offset : offset + size])
+    tar.write_bytes(content)
+    np.save(beside, index)
+    manifest.write_text(manifest.read_text().replace(known, file_sha256(beside)))
+    with pytest.raises(TrainerError, match=r"shard-00002\.tar is damaged at sample 17: no sample: .*again$"):
+        sweep(own_shards)
 
 
 def test_damage_ahead_of_training_reaches_the_training_thread(own_shards: Path) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import trainer.__main__ as program
 import trainer.evaluate
-from data_prep.manifest import manifest_hash
+from data_prep.manifest import load_manifest, manifest_hash
+from data_prep.tokenizer import load_tokenizer
 from kernels import backend
 from trainer import checkpoint, encode, export, fill_mask, weights
 from trainer.checkpoint import file_sha256, part_name, tree_sha256
@@ -128,17 +129,21 @@ def test_another_vocabulary_than_the_runs_is_refused(
     name: str, run: Path, tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One of the same size, too."""
-    copied = Path(shutil.copytree(run, tmp_path / "run"))
-    own = copied / "tokenizer" / "tokenizer.json"
+    shards = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+    own = shards / "tokenizer" / "tokenizer.json"
     tree = json.loads(own.read_text())
     first, last = list(tree["model"]["vocab"])[-2:]
     pieces = tree["model"]["vocab"]
     pieces[first], pieces[last] = pieces[last], pieces[first]
     own.write_text(json.dumps(tree))
-    more = ["--tokenizer", str(tiny_shards / "tokenizer")] if name == "export" else []
-    assert command(name, copied, tiny_shards, *more) == 2
+    manifest = shards / "manifest.json"
+    sha256 = load_manifest(shards).tokenizer.sha256
+    manifest.write_text(manifest.read_text().replace(sha256, load_tokenizer(shards / "tokenizer").sha256()))
+    more = ["--tokenizer", str(shards / "tokenizer")] if name == "export" else []
+    assert command(name, run, shards, *more) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"has another vocabulary than the run, {copied / 'tokenizer'}" in line
+    what = {"evaluate": f"{shards} has another vocabulary than", "export": f"{own.parent} is not the tokenizer that"}
+    assert what[name] in line
 
 
 def test_the_trainers_own_mistakes_take_one_line(
@@ -165,7 +170,7 @@ def test_what_is_wrong_takes_one_line(
     def fail(*arguments: object) -> None:
         raise TrainerError("one\n  two")
 
-    module, reader = {"evaluate": (trainer.evaluate, "load_model"), "export": (export, "find")}.get(
+    module, reader = {"evaluate": (trainer.evaluate, "find"), "export": (export, "find")}.get(
         name, (weights, "find" if name == "weights" else "source")
     )
     monkeypatch.setattr(module, reader, fail)

@@ -19,7 +19,7 @@ from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from kernels.dropout import token_keys
 from trainer import checkpoint
-from trainer.checkpoint import load_model, load_weights, require_finite
+from trainer.checkpoint import find, load_model, load_weights, require_finite
 from trainer.config import load
 from trainer.data import open_phases
 from trainer.evaluate import evaluate
@@ -116,7 +116,7 @@ def test_each_phase_has_rates_and_heldout_shards_of_its_own(tiny_shards: Path, t
     told = lines(run, "heldout")
     assert [line["step"] for line in told] == saved(run) == [5, 9]
     for line, name in zip(told, "ab", strict=True):
-        model, folder = load_model(run / f"step-{line['step']:08d}"), tmp_path / name
+        model, folder = load_model(find(run / f"step-{line['step']:08d}")), tmp_path / name
         figures = evaluate(model, Loader(folder, load_manifest(folder), 0, 1).sweep(64), CPU)
         assert {key: line[key] for key in figures} == pytest.approx(figures, rel=1e-6)
 
@@ -190,7 +190,7 @@ def test_the_unigram_prior_is_the_log_of_the_shards_own_counts(tiny_shards: Path
     code, said = train(config, "phases.0.learning_rate=1e-30")
     assert code == 0, said
     counts = np.load(tiny_shards / "token_counts.npy") + 1.0
-    bias = load_model(tmp_path / "run").decoder_bias.detach()
+    bias = load_model(find(tmp_path / "run")).decoder_bias.detach()
     assert bias[: len(counts)].numpy() == pytest.approx(np.log(counts / counts.sum()), rel=1e-6)
     assert not bias[len(counts) :].any()
     code, said = train(config, "model.decoder_prior=zero", "phases.0.steps=3")
@@ -201,4 +201,4 @@ def test_counts_that_are_not_the_manifests_end_the_run(own_shards: Path, tmp_pat
     config = write_config(tmp_path, own_shards, 1, model={"decoder_prior": "unigram"})
     np.save(own_shards / "token_counts.npy", np.load(own_shards / "token_counts.npy") + 1)
     code, said = train(config)
-    assert code == 2 and "token_counts.npy is not the manifest's (its sha256 differs)" in said, said
+    assert code == 2 and "token_counts.npy: not the histogram in the manifest (its sha256 differs)" in said, said

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from data_prep.draws import bits
 from data_prep.errors import DataError
-from data_prep.manifest import load_manifest
+from data_prep.manifest import load_manifest, read_histogram
 from kernels.dropout import token_keys
 from trainer.batch import GlobalCounts, MicroBatch
 from trainer.flops import model_flops
@@ -68,7 +68,7 @@ def micro_batch(lengths: list[int], model: ModelConfig) -> MicroBatch:
 
 def shard_lengths(folder: Path) -> list[int]:
     """Lengths drawn as the data set's are, some 32,768 tokens of them. Raises DataError as ``load_manifest``."""
-    counts = np.load(folder / load_manifest(folder).length_counts.file, allow_pickle=False)
+    counts = read_histogram(folder, load_manifest(folder).length_counts)
     draws = bits(0, np.arange(TOKENS // 8)) % np.uint64(counts.sum())
     lengths = np.searchsorted(counts.cumsum(), draws, side="right")
     return [int(n) for n in lengths[: np.searchsorted(lengths.cumsum(), TOKENS)]]

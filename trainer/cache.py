@@ -31,12 +31,11 @@ from data_prep.manifest import (
     load_manifest,
 )
 from data_prep.shards import PREFIX, index_path, tar_path
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import TOKENIZER_FILES, load_proven
 from trainer.errors import TrainerError
 from trainer.remote import POLL, Remote
 
 FETCHERS = 4  # shards at once that a rank fetches
-TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")  # as `Tokenizer.save` writes them
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cac
             folder.mkdir(exist_ok=True)
             with (folder / "lock").open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not (folder / MANIFEST).is_file():
+                if not _small_is_whole(folder, manifest):
                     _fetch_small(remote, manifest, folder)
                     (Path(incoming) / MANIFEST).replace(folder / MANIFEST)  # last: now it is a data set
         return Cache(remote, folder, cache.gigabytes * 1e9, turn)
@@ -223,12 +222,21 @@ def _fetch_small(remote: Remote, manifest: Manifest, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         remote.fetch(f"{TOKENIZER_FOLDER}/{name}", tokenizer / name, None)
     try:
-        known = load_tokenizer(tokenizer).sha256() == manifest.tokenizer.sha256
+        load_proven(tokenizer, manifest.tokenizer.sha256, remedy="publish the data set again")
     except DataError as error:
-        raise TrainerError(f"{remote.address}/{TOKENIZER_FOLDER}: {error}") from None
-    if not known:
-        where = f"{remote.address}/{TOKENIZER_FOLDER}"
-        raise TrainerError(f"{where} is not the manifest's tokenizer (its sha256 differs): publish the data set again")
+        raise TrainerError(str(error).replace(str(folder), remote.address)) from None
+
+
+def _small_is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether all but the shards is there, as fetched before; what was damaged meanwhile is fetched again."""
+    counts = {each.file: each.sha256 for each in (manifest.token_counts, manifest.length_counts)}
+    try:
+        if any(file_sha256(folder / name) != sha256 for name, sha256 in {MANIFEST: folder.name, **counts}.items()):
+            return False
+        load_proven(folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
+    except (DataError, OSError):
+        return False
+    return True
 
 
 def _try_lock(lock: IO[bytes], kind: int) -> bool:

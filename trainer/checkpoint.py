@@ -149,13 +149,11 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
 
 
-def load_model(path: Path, tell: Callable[[str], None] = lambda text: None) -> Bert:
-    """The model of one checkpoint, or of the newest one in a run's folder, as :func:`find` finds it; fp32, on the CPU.
+def load_model(checkpoint: Checkpoint) -> Bert:
+    """The checkpoint's model, fp32, on the CPU.
 
-    Raises TrainerError when there is no whole checkpoint, or none of finite weights; DataError for a tokenizer beside
-    it that cannot be read.
+    Raises TrainerError if a part is damaged or a weight is not finite, DataError if the tokenizer beside it is damaged.
     """
-    checkpoint = find(path, tell)
     weights = load_weights(checkpoint)
     require_finite(f"checkpoint {checkpoint.folder}", weights)
     tokenizer = checkpoint.folder.parent / TOKENIZER_FOLDER

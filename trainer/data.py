@@ -9,7 +9,7 @@ from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import Masking, make_vocabulary
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import Tokenizer, load_proven
 from trainer.cache import Cache, open_cache
 from trainer.config import Config
 from trainer.errors import TrainerError
@@ -62,9 +62,13 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         except (DataError, TrainerError) as error:
             problems.append(f"{where}.{key}: {error}")
             continue
-        found = _misfits(manifest, phase, model)
-        dynamic = key == "train" and phase.masks == "dynamic"
-        masks = _dynamic_masks(path, manifest, config.run.seed, found) if dynamic else None
+        found, masks = _misfits(manifest, phase, model), None
+        try:
+            tokenizer = load_proven(path / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
+            if key == "train" and phase.masks == "dynamic":
+                masks = _dynamic_masks(tokenizer, manifest, config.run.seed)
+        except DataError as error:
+            found.append(str(error))
         loaders[key] = Loader(path, manifest, world.rank, world.size, masks, cache, world.device)
         problems += [f"{where}.{key}: {problem}" for problem in found + loaders[key].problems()]
     if len(loaders) < len(folders):
@@ -107,17 +111,9 @@ def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
     return found
 
 
-def _dynamic_masks(folder: Path, manifest: Manifest, seed: int, found: list[str]) -> DynamicMasks | None:
-    """What the run draws new masks of the data set by; what stands in the way goes to ``found``."""
+def _dynamic_masks(tokenizer: Tokenizer, manifest: Manifest, seed: int) -> DynamicMasks:
+    """What the run draws new masks of the data set by."""
     settings, specials = manifest.settings, manifest.tokenizer.specials
-    try:
-        tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
-    except DataError as error:
-        found.append(str(error))
-        return None
-    if tokenizer.sha256() != manifest.tokenizer.sha256:
-        found.append(f"{folder / TOKENIZER_FOLDER} is not the manifest's tokenizer (its sha256 differs): restore it")
-        return None
     vocabulary = make_vocabulary(manifest.tokenizer.vocab_size, tokenizer.never, specials.mask)
     masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
     return DynamicMasks(vocabulary, masking, int(bits(seed, _MASKS)[0]))  # not the static ones' seed, if it is equal

@@ -37,7 +37,7 @@ from kernels import backend
 from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
 from trainer.cache import Cache, CacheConfig, open_cache
-from trainer.checkpoint import load_model
+from trainer.checkpoint import find, load_model
 from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
@@ -282,7 +282,8 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
 def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: World) -> dict[str, float]:
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
     tell = partial(print, "trainer.evaluate:", file=sys.stderr) if world.is_main else _silent
-    model = load_model(checkpoint, tell).to(world.device)
+    found = find(checkpoint, tell)
+    model = load_model(found).to(world.device)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
     manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
     for folder, vocab_size in ((heldout, manifest.tokenizer.vocab_size), (train, trained.tokenizer.vocab_size)):
@@ -296,7 +297,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
             f"{heldout} has sequences of {manifest.settings.sequence_length} tokens but the model of {checkpoint} has "
             f"{model.model.max_positions} positions: name shorter held-out shards"
         )
-    require_vocabulary(Path(checkpoint), manifest.tokenizer.sha256, heldout)
+    require_vocabulary(found, manifest.tokenizer.sha256, heldout, tell)
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
         raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build them with one")
     loader = Loader(heldout_folder, manifest, world.rank, world.size, cache=remote)

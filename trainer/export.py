@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.errors import DataError
-from data_prep.tokenizer import Tokenizer, load_tokenizer
+from data_prep.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from trainer import onnx
 from trainer.batch import MicroBatch
 from trainer.checkpoint import find, load_weights, require_finite, sync
@@ -42,7 +42,6 @@ TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the larg
 
 _log = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
@@ -70,12 +69,14 @@ def write_folder(
     out: Path,
     proven: bool = False,
     finish: Callable[[Path], None] = lambda folder: None,
+    tokenizer_sha256: str | None = None,
 ) -> Parity | None:
     """Writes the export to ``out``, whole or not at all; ``proven``, only after ``check``, whose figures it returns.
 
-    ``finish`` is given the folder before it gets its name, to add files. Raises TrainerError if ``out`` is there
-    and not an empty folder, if the tokenizer's files are missing or of another vocabulary size, if a weight does
-    not fit the model, or as ``check`` and ``finish`` do.
+    ``finish`` is given the folder before it gets its name, to add files. ``tokenizer_sha256`` is kept with the weights,
+    so that whoever reads the folder can prove the tokenizer in it. Raises TrainerError if ``out`` is there and not an
+    empty folder, if the tokenizer's files are missing or of another vocabulary size, if a weight does not fit the
+    model, or as ``check`` and ``finish`` do.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainerError(f"{out} is already there; name a folder that does not exist or is empty")
@@ -83,7 +84,7 @@ def write_folder(
     exported = to_hugging_face(weights, model, tokenizer.fillers)
     tensors = {name: t.detach().float().cpu().contiguous() for name, t in exported.items()}
     with becoming(out) as temporary:
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, temporary / "model.safetensors", metadata=metadata_of(tokenizer_sha256))
         (temporary / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
         (temporary / "config.json").write_text(json.dumps(config_of(model, tokenizer.specials.pad), indent=2) + "\n")
         tokenizer.save(temporary)
@@ -91,6 +92,11 @@ def write_folder(
         finish(temporary)
         parity = check(temporary, weights, model, tokenizer) if proven else None
     return parity
+
+
+def metadata_of(tokenizer_sha256: str | None) -> dict[str, str]:
+    """The metadata of a model.safetensors: what `transformers` asks for, and which tokenizer the weights are of."""
+    return {"format": "pt"} | ({} if tokenizer_sha256 is None else {"tokenizer": tokenizer_sha256})
 
 
 @contextmanager
@@ -218,7 +224,7 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if not (folder / name).is_file():
             raise TrainerError(f"{folder} lacks {name}; name the shards' tokenizer folder")
     try:
@@ -334,7 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    found = find(options.checkpoint, partial(print, "trainer.export:", file=sys.stderr))
+    tell = partial(print, "trainer.export:", file=sys.stderr)
+    found = find(options.checkpoint, tell)
+    folder, tokenizer = tokenizer_of(found, tell, options.tokenizer)
     weights, model = load_weights(found), ModelConfig(**found.record["config"]["model"])
     require_finite(f"checkpoint {found.folder}", weights)
     said = [f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}"]
@@ -349,8 +357,7 @@ def _run(options: argparse.Namespace) -> None:
                 f"largest; {onnx.TOLERANCE:.0e} is allowed"
             )
 
-    tokenizer = tokenizer_of(found.folder, options.tokenizer)
-    worst = write_folder(weights, model, tokenizer, options.out, options.check, finish)
+    worst = write_folder(weights, model, folder, options.out, options.check, finish, tokenizer.sha256())
     if worst is not None:
         said.append(
             "transformers finds every name, and its logits differ from the checkpoint's by at most "

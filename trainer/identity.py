@@ -25,6 +25,7 @@ def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
         "seed": config.run.seed,
         "shuffle_window": config.run.shuffle_window,
         "optimizer": config.optimizer.name,
+        "tokenizer": phases[0].loader.manifest.tokenizer.sha256,  # of all phases, as they were opened
         "model": shape,
         "phases": [
             {
@@ -67,6 +68,8 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
         for key in ("seed", "shuffle_window", "optimizer")
         if saved[key] != ours[key]
     ]
+    if saved.get("tokenizer", ours.get("tokenizer")) != ours.get("tokenizer"):
+        different.append("its shards were made with another tokenizer")
     shape = saved["model"]
     different += [f"model.{k} was {shape[k]}, now {v}" for k, v in ours["model"].items() if shape[k] != v]
     begun = saved["phases"][: state["phase"] + 1]

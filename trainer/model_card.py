@@ -17,12 +17,11 @@ from typing import Any
 
 import yaml
 
-from data_prep.errors import DataError
-from data_prep.manifest import MANIFEST, Manifest, load_manifest, manifest_hash
 from trainer.checkpoint import Checkpoint
 from trainer.errors import TrainerError
 from trainer.journal import JOURNAL, SPENT, Record, lines
 from trainer.model import ModelConfig
+from trainer.vocabulary import manifests_of, recorded
 
 PICTURE = "learning.png"
 _SOURCES = 20  # corpus files that are named one by one
@@ -104,7 +103,7 @@ def _head(found: Checkpoint, model: ModelConfig) -> str:
     record, name = found.record, found.record["config"]["run"]["name"]
     padding = (model.vocab_rows - model.vocab_size) * (model.hidden + 1)
     parameters = sum(shape.numel() for shape in found.shapes.values()) - padding
-    manifests = [manifest for _, manifest in _manifests(record)]
+    manifests = [manifest for _, manifest in manifests_of(record)]
     known = {_PAIRS.get(manifest.settings.pairs, "") for manifest in manifests if manifest is not None} - {""}
     tasks = " on " + " and ".join(["masked language modelling", *sorted(known)]) if None not in manifests else ""
     state, origin = record["state"], record["config"]["run"]["weights"]
@@ -125,29 +124,15 @@ pipeline("fill-mask", model="…")("A text with a [MASK] in it.")
 # ---- data ----------------------------------------------------------------------------------------------------
 
 
-def _manifests(record: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Manifest | None]]:
-    """Each phase that has begun, and the manifest of its training shards, if it is at hand and the same."""
-    cache = Path(record["config"]["cache"]["folder"]).expanduser()
-    begun = record["identity"]["phases"][: record["state"]["phase"] + 1]
-    for phase, known in zip(record["config"]["phases"], begun, strict=False):
-        places = (Path(phase["train"]), cache / known["shards"])  # the other of a data set at an address
-        found = (_manifest(place, known["shards"]) for place in places)
-        yield phase | known, next((manifest for manifest in found if manifest is not None), None)
-
-
-def _manifest(folder: Path, sha256: str) -> Manifest | None:
-    try:
-        same = (folder / MANIFEST).is_file() and manifest_hash(folder) == sha256
-        return load_manifest(folder) if same else None
-    except (OSError, DataError):
-        return None  # the card says that it is not at hand
-
-
 def _data(record: dict[str, Any]) -> Iterator[str]:
-    for phase, manifest in _manifests(record):
+    for phase, manifest in manifests_of(record):
         name = f"**{phase['name']}**, sequences of up to {phase['sequence_length']} tokens: "
         if manifest is None:
-            yield f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not at hand for this card."
+            known = recorded(record)
+            told = "" if known is None else f" Their tokenizer has sha256 `{known}`."
+            yield (
+                f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not at hand for this card.{told}"
+            )
             continue
         corpus, settings, counts = manifest.corpus, manifest.settings, manifest.counts
         part = f"{corpus.documents - corpus.duplicates - corpus.other_part:,} of {corpus.documents:,} documents"
@@ -263,7 +248,7 @@ def _hours(value: float) -> str:
 def _versions(facts: dict[str, str], record: dict[str, Any]) -> str:
     names = ("torch", "deepspeed", "kernels", "apex")
     known = [f"{name} {facts[name]}" for name in names if facts.get(name, "absent") != "absent"]
-    manifests = [manifest for _, manifest in _manifests(record) if manifest is not None]
+    manifests = [manifest for _, manifest in manifests_of(record) if manifest is not None]
     known += sorted({f"{name} {getattr(m.settings, name)}" for m in manifests for name in ("tokenizers", "sentencex")})
     return "- " + "\n- ".join([f"configuration {facts['config']}", *known])
 

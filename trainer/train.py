@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,7 +14,7 @@ import yaml
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import TOKENIZER_FILES, load_tokenizer
 from kernels import backend
 from trainer import checkpoint
 from trainer.changes import Setup, since, spelled
@@ -315,7 +314,12 @@ def _fillers(shards: Path) -> int:
 def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
     with replacing(folder / "config.yaml") as file:
         file.write(yaml.safe_dump(to_tree(config), sort_keys=False).encode())
-    shutil.copytree(data.loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER, dirs_exist_ok=True)
+    given, own = data.loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER
+    own.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (given / name).exists():
+            with replacing(own / name) as file:
+                file.write((given / name).read_bytes())
 
 
 def _describe(run: Run, state: TrainState) -> None:

@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_prep.errors import DataError
-from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.streams import say_error
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer.checkpoint import find, load_weights, named, require_finite, require_shapes, sync
 from trainer.errors import TrainerError
 from trainer.export import read_folder
@@ -31,7 +30,7 @@ from trainer.model import Bert, Encoder, ModelConfig
 from trainer.optimizer import LambertOptimizer
 from trainer.options import OneLineParser, one_line, print_result
 from trainer.partition import fill_masters
-from trainer.vocabulary import require_rows
+from trainer.vocabulary import load_trained, own_folder, recorded, require_rows, tokenizer_of, unproven
 
 PLAIN = "weights.safetensors"  # in a folder of fine-tuning, where no class of transformers' has its head
 # no weight means another thing under another one
@@ -45,7 +44,13 @@ class PlainWeights:
     tensors: dict[str, Tensor]
     model: ModelConfig | None  # None: its source does not say
     heads_may_lack: bool = False
-    tokenizer: Path | str | None = None  # a folder, or a sha256 alone; None: its source does not say
+    tokenizer: Path | None = None  # the folder of the tokenizer that lies with them
+    sha256: str | None = None  # of the tokenizer that they were trained with, which proves that folder; None: not said
+
+    def load_tokenizer(self, path: Path) -> Tokenizer:
+        """The tokenizer in the folder ``tokenizer``, proven; ``path``: of the weights. Raises TrainerError."""
+        assert self.tokenizer is not None
+        return load_trained(self.tokenizer, self.sha256, path)
 
 
 def start_from(
@@ -78,7 +83,7 @@ def fitting(
     """
     given = read(path, tell)
     if tokenizer is not None:
-        _require_vocabulary(path, given.tokenizer, tokenizer, tell)
+        _require_vocabulary(path, given, tokenizer, tell)
         if "decoder_bias" in given.tensors:  # an export's, of fillers, would be all of a LAMB norm
             given.tensors["decoder_bias"][model.vocab_size - load_tokenizer(tokenizer).fillers :] = 0
     if given.model is not None:
@@ -100,7 +105,8 @@ def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
 
     Also of a folder with such a file named weights.safetensors, as fine-tuning leaves one: the encoder in it, and what
     heads of pre-training there are. ``tell`` is told what a folder lacks, what of it is not used, and which damaged
-    checkpoints are passed over. Raises TrainerError for anything else, for damage, and for NaN or infinity.
+    checkpoints are passed over, and what of it nothing proves. Raises TrainerError for anything else, for damage, and
+    for NaN or infinity.
     """
     if path.is_dir():
         path = source(path, tell)
@@ -126,13 +132,26 @@ def source(path: Path, tell: Callable[[str], None]) -> Path:
 def _read_folder(path: Path, tell: Callable[[str], None]) -> PlainWeights:
     own = path if any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt")) else None
     if (path / "config.json").is_file():
-        return PlainWeights(*read_folder(path, tell), heads_may_lack=True, tokenizer=own)
+        return PlainWeights(*read_folder(path, tell), heads_may_lack=True, tokenizer=own, sha256=_recorded_in(path))
     if not (path / "checkpoint.json").is_file():
         given = _read_file(path / PLAIN)
-        return PlainWeights(*_of_bert(path, given, tell), heads_may_lack=True, tokenizer=own or given.tokenizer)
-    found, beside = find(path), path.parent / TOKENIZER_FOLDER
+        return PlainWeights(*_of_bert(path, given, tell), heads_may_lack=True, tokenizer=own, sha256=given.sha256)
+    found = find(path)
+    known, beside = recorded(found.record), own_folder(found)
+    kept = beside if beside.is_dir() else None
+    if known is None and kept is not None:
+        tell(unproven(found))
     model = ModelConfig(**found.record["config"]["model"])
-    return PlainWeights(load_weights(found), model, tokenizer=beside if beside.is_dir() else None)
+    return PlainWeights(load_weights(found), model, tokenizer=kept, sha256=known)
+
+
+def _recorded_in(path: Path) -> str | None:
+    """The tokenizer's sha256 by an export's weights; None for another Hugging Face folder's."""
+    safe = path / "model.safetensors"  # read before
+    if not safe.is_file():
+        return None
+    with safe_open(safe, framework="pt") as file:
+        return (file.metadata() or {}).get("tokenizer")
 
 
 def _of_bert(path: Path, given: PlainWeights, tell: Callable[[str], None]) -> tuple[dict[str, Tensor], ModelConfig]:
@@ -162,7 +181,7 @@ def _read_file(path: Path) -> PlainWeights:
             model = None if said is None else ModelConfig(**json.loads(said))
             if model is not None and (problems := model.problems()):
                 raise ValueError("; ".join(problems))
-            return PlainWeights(tensors, model, tokenizer=metadata.get("tokenizer"))
+            return PlainWeights(tensors, model, sha256=metadata.get("tokenizer"))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise TrainerError(
             f"{path} cannot be read as weights ({' '.join(str(error).split())}): name a file of trainer.weights, a "
@@ -170,23 +189,22 @@ def _read_file(path: Path) -> PlainWeights:
         ) from None
 
 
-def _require_vocabulary(path: Path, theirs: Path | str | None, ours: Path, tell: Callable[[str], None]) -> None:
+def _require_vocabulary(path: Path, given: PlainWeights, ours: Path, tell: Callable[[str], None]) -> None:
     """Raises TrainerError where the tokens of ``path`` are not, one by one, those of the shards' tokenizer ``ours``."""
     remedy = "name weights of the shards' vocabulary, or build the shards with that one"
-    if theirs is None:
+    if given.tokenizer is None and given.sha256 is None:
         tell(f"{path} names no vocabulary: that of the shards is taken to be its own")
         return
     try:
-        shards, sha256 = load_tokenizer(ours), load_tokenizer(theirs).sha256() if isinstance(theirs, Path) else theirs
-        if shards.sha256() == sha256:
-            return
-        if isinstance(theirs, str):
-            raise TrainerError(
-                f"run.weights: {path} is of another tokenizer than the shards (sha256 differs): {remedy}"
-            )
-        pairs = zip_longest(load_tokenizer(theirs).pieces, shards.pieces)
-    except DataError as error:
-        raise TrainerError(f"run.weights: the vocabulary of {path} cannot be read ({error}): {remedy}") from None
+        theirs = None if given.tokenizer is None else given.load_tokenizer(path)
+        shards = load_tokenizer(ours)
+    except (DataError, TrainerError) as error:
+        raise TrainerError(f"run.weights: {error}") from None
+    if shards.sha256() == (given.sha256 if theirs is None else theirs.sha256()):
+        return
+    if theirs is None:
+        raise TrainerError(f"run.weights: {path} is of another tokenizer than the shards (sha256 differs): {remedy}")
+    pairs = zip_longest(theirs.pieces, shards.pieces)
     for number, (there, here) in enumerate(pairs):
         if there != here:
             seen = ["absent" if piece is None else repr(piece) for piece in (there, here)]
@@ -203,13 +221,17 @@ def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tu
     """A model to use, fp32, on the CPU; the folder of its tokenizer; the names of heads that it lacks, left random.
 
     ``path``: a folder that :func:`read` takes; ``tell`` is told of damaged checkpoints that are passed over, and of a
-    tokenizer that is smaller than the model. Raises TrainerError for anything else, and DataError for a tokenizer that
-    cannot be read.
+    tokenizer that is smaller than the model or that nothing proves. Raises TrainerError for anything else, and for
+    another tokenizer than the recorded one.
     """
-    given = read(source(path, tell) if path.is_dir() else path, lambda text: None)
-    if given.model is None or not isinstance(given.tokenizer, Path):
+    told: list[str] = []
+    given = read(source(path, tell) if path.is_dir() else path, told.append)
+    for line in told:
+        if line.startswith("warning:"):  # what heads are missing is told by who needs them
+            tell(line)
+    if given.model is None or given.tokenizer is None:
         raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
-    tokenizer, rows = load_tokenizer(given.tokenizer), given.model.vocab_size
+    tokenizer, rows = given.load_tokenizer(path), given.model.vocab_size
     require_rows(tokenizer.vocab_size, given.tokenizer, rows, path, tell)
     model = Bert(given.model, fillers=tokenizer.fillers + rows - tokenizer.vocab_size)
     if not given.heads_may_lack:
@@ -254,12 +276,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         require_new(options.out)
-        found = find(options.checkpoint, partial(print, "trainer.weights:", file=sys.stderr))
+        tell = partial(print, "trainer.weights:", file=sys.stderr)
+        found = find(options.checkpoint, tell)
         weights = load_weights(found)
         require_finite(f"checkpoint {found.folder}", weights)
-        beside = found.folder.parent / TOKENIZER_FOLDER
-        tokenizer = load_tokenizer(beside).sha256() if beside.is_dir() else None
-        write(weights, ModelConfig(**found.record["config"]["model"]), options.out, tokenizer)
+        sha256 = tokenizer_of(found, tell)[1].sha256() if own_folder(found).is_dir() else recorded(found.record)
+        write(weights, ModelConfig(**found.record["config"]["model"]), options.out, sha256)
         print_result(f"{options.out}: {found.folder}")
     except (TrainerError, DataError, OSError, SafetensorError) as error:
         say_error(f"trainer.weights: error: {one_line(error)}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from data_prep.tokenizer import Tokenizer
 from trainer.batch import Rows
 from trainer.errors import TrainerError
-from trainer.export import TOLERANCE, becoming, config_of, limit_length, load_transformers, random_batch
+from trainer.export import TOLERANCE, becoming, config_of, limit_length, load_transformers, metadata_of, random_batch
 from trainer.finetune.task import Task, TaskBatch, TaskModel
 from trainer.hugging_face import to_hugging_face
 from trainer.model import Bert, ModelConfig
@@ -52,10 +52,10 @@ def write_model(
     exports = task.export_class in HEADS and not task.hidden_head
     tensors = to_transformers(weights, model, task) if exports else weights
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
-    own = {"model": json.dumps(asdict(model)), "tokenizer": tokenizer.sha256()}
+    known = metadata_of(tokenizer.sha256())
     with becoming(out) as draft:
         file = draft / ("model.safetensors" if exports else "weights.safetensors")
-        save_file(tensors, file, metadata={"format": "pt"} if exports else own)
+        save_file(tensors, file, metadata=known if exports else known | {"model": json.dumps(asdict(model))})
         file.chmod(0o644)  # safetensors leaves it to its owner alone
         tokenizer.save(draft)
         if card:

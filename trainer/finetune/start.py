@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_prep.errors import DataError
-from data_prep.tokenizer import Tokenizer, load_tokenizer
+from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint import file_sha256, find
 from trainer.errors import TrainerError
 from trainer.finetune.task import Task, TaskModel
 from trainer.model import ModelConfig
-from trainer.vocabulary import require_rows
+from trainer.vocabulary import RESTORE, load_trained, require_rows
 from trainer.weights import read
 
 _POOLER = "pooler_"
@@ -41,23 +40,18 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], No
     told: list[str] = []
     given = read(path, told.append)
     for line in told:
-        if "not used" in line:  # the heads that it lacks are none of the task's; the pooler is told of below
+        if "not used" in line or line.startswith("warning:"):  # heads that it lacks are none of the task's
             tell(line)
     if given.model is None:
         raise TrainerError(f"{path} does not say which model its weights are of: name the folder that they come from")
     folder = tokenizer or given.tokenizer
-    if not isinstance(folder, Path):
+    if folder is None:
         raise TrainerError(f"{path} has no tokenizer beside it: name its folder by --tokenizer")
-    try:
-        loaded = load_tokenizer(folder)
-    except DataError as error:
-        raise TrainerError(f"{error}; --tokenizer names another folder") from None
+    known = given.sha256
+    if known is None and given.tokenizer not in (None, folder):
+        known = load_trained(given.tokenizer, None, path).sha256()
+    loaded = load_trained(folder, known, path, f"{RESTORE}, or name it by --tokenizer")
     require_rows(loaded.vocab_size, folder, given.model.vocab_size, path, tell)
-    known = given.tokenizer if isinstance(given.tokenizer, str) else None
-    if isinstance(given.tokenizer, Path) and folder != given.tokenizer:
-        known = load_tokenizer(given.tokenizer).sha256()
-    if known not in (None, loaded.sha256()):
-        raise TrainerError(f"{folder} is another vocabulary than the one that {path} was trained with: name that one")
     return Pretrained(given.tensors, given.model, loaded, _sha256(path, loaded))
 
 
