@@ -18,8 +18,8 @@ from ranks import ROOT
 PACKAGES = ("data_prep", "kernels", "trainer")
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 SCRIPTS = sorted(path.relative_to(ROOT) for folder in ("deploy", "docker") for path in (ROOT / folder).rglob("*.py"))
-# What the trainer sees of data_prep: the contract of a data set, how it is named where it was published, what its server
-# may do, streams, and what text is.
+# What the trainer sees of data_prep: the contract of a data set, how it is named where it was published, what its
+# server may do, streams, and what text is.
 DATA_SET = (
     *("atomic", "draws", "encoding", "errors", "manifest", "masking", "publish", "servers", "shards", "streams"),
     "tokenizer",
