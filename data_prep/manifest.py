@@ -20,6 +20,7 @@ from data_prep.tokenizer import SpecialIds
 
 FORMAT, VERSION = "lambert-shards", 2
 MANIFEST = "manifest.json"
+SMALL = 64 << 20  # bytes that a reader takes, from afar, of the manifest and of each file whose size it does not name
 TOKENIZER_FOLDER = "tokenizer"
 TOKEN_COUNTS, LENGTH_COUNTS = "token_counts.npy", "length_counts.npy"
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from data_prep.atomic import TEMPORARY
 from data_prep.errors import DataError
-from data_prep.manifest import MANIFEST, TOKENIZER_FOLDER, file_sha256, load_manifest
+from data_prep.manifest import MANIFEST, SMALL, TOKENIZER_FOLDER, file_sha256, load_manifest
 from data_prep.shards import PREFIX, index_path, tar_path
 from data_prep.verify import verify
 from data_prep.workers import show_progress
@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # an object appears there when it is whole
 WAITS = (0.5, 1, 2, 4)  # seconds between two attempts; the drivers have retries of their own below these
 READ = 8 << 20  # bytes of an object in memory at once
+LONGEST = 300  # characters of an error that are shown
+ANSWER = 600.0  # seconds for a question that moves no file
 HOPELESS = (  # what another attempt will not change; anything else a driver raises may be the network
     DataError,
     PermissionError,
@@ -97,6 +99,9 @@ def publish(folder: Path, url: str, threads: int) -> Published:
         raise DataError(f"not published, {folder} is damaged: {problems[0]}")
     items = list_items(folder)
     manifest = _item(folder, MANIFEST)
+    for item in [manifest, *(item for item in items if not item.key.startswith(PREFIX))]:
+        if item.bytes > SMALL:
+            raise DataError(f"not published, {item.path} has {item.bytes:,} bytes: no reader takes more than {SMALL:,}")
     place = open_place(url)
     _refuse_foreign(place, items, manifest)
     total = sum(item.bytes for item in items)
@@ -131,10 +136,12 @@ def open_place(url: str) -> Place:
     """Raises DataError for what is no URL, or one whose driver is missing."""
     if "://" not in url or "::" in url:  # a chain may hold a cache, and reading that back proves nothing
         raise DataError(f"{url}: wanted one URL, such as s3://bucket/folder or file:///mnt/folder")
-    import fsspec  # takes a tenth of a second, which each worker process of a build would pay
+    if url.startswith(("http:", "https:")):
+        raise DataError(f"{url}: nothing can be sent there; publish to a disk or an object store that it serves")
+    from data_prep.servers import open_fs
 
     try:
-        fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        fs, root = open_fs(url, ANSWER)
     except ImportError as error:
         package = getattr(error.__cause__, "name", None) or "the package it names"
         raise DataError(f"{url}: its driver is not installed; pip install {package} ({error})") from None
@@ -142,7 +149,7 @@ def open_place(url: str) -> Place:
         raise DataError(f"{url}: no such place ({error})") from None
     if not root.strip("/"):
         raise DataError(f"{url}: names no folder; wanted one such as s3://bucket/folder")
-    return Place(fs, root.rstrip("/"), url.rstrip("/"))
+    return Place(fs, root, url.rstrip("/"))
 
 
 def is_hopeless(error: Exception) -> bool:
@@ -153,6 +160,12 @@ def is_hopeless(error: Exception) -> bool:
     return refused or full or isinstance(error, HOPELESS) or "Credential" in type(error).__name__
 
 
+def shown(error: Exception) -> str:
+    """An error in a line, of which a server may have written any part."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST]) + ("…" if len(text) > LONGEST else "")
+
+
 def _item(folder: Path, key: str) -> Item:
     path = folder / key
     return Item(path, key, path.stat().st_size, file_sha256(path))
@@ -160,7 +173,7 @@ def _item(folder: Path, key: str) -> Item:
 
 def _refuse_foreign(place: Place, items: list[Item], manifest: Item) -> None:
     """Another data set, or shards that a reader of ``shard-*`` would take for ours."""
-    found = _patiently(place, MANIFEST, partial(_measure, place, MANIFEST))
+    found = _patiently(place, MANIFEST, partial(_measure, place, manifest))
     if found not in (None, (manifest.bytes, manifest.sha256)):
         raise DataError(
             f"{place.url} holds another data set: its {MANIFEST} is not {manifest.path}; publish to another URL, or "
@@ -179,7 +192,7 @@ def _refuse_foreign(place: Place, items: list[Item], manifest: Item) -> None:
 def _settle(place: Place, item: Item) -> tuple[Item, bool]:
     """Sees to it that an item is there, proved by its sha256; and whether it had to be sent."""
     right = (item.bytes, item.sha256)
-    if _patiently(place, item.key, partial(_measure, place, item.key, item.bytes)) == right:
+    if _patiently(place, item.key, partial(_measure, place, item)) == right:
         return item, False
     if file_sha256(item.path) != item.sha256:
         raise DataError(f"{item.path}: not the file in the manifest (its sha256 differs); build again, then publish")
@@ -196,27 +209,35 @@ def _send(place: Place, item: Item) -> None:
         place.fs.makedirs(name.rpartition("/")[0], exist_ok=True)
         place.fs.put_file(str(item.path), name + TEMPORARY)
         place.fs.mv(name + TEMPORARY, name)
-    found = _measure(place, item.key)
+    found = _measure(place, item)
     if found != (item.bytes, item.sha256):
         raise OSError(f"read back, it is {'missing' if found is None else f'{found[0]} other bytes'}")
 
 
-def _measure(place: Place, key: str, size: int | None = None) -> tuple[int, str] | None:
-    """Bytes and sha256 as read from the place; None if nothing is there, or nothing of ``size`` bytes."""
-    name = place.name(key)
+def _measure(place: Place, item: Item) -> tuple[int, str] | None:
+    """Bytes and sha256 as read from the place, which is only read if the size is right; None if nothing is there."""
+    from data_prep.servers import ask
+
+    name, found = place.name(item.key), 0
     try:
-        found = int(place.fs.info(name)["size"])
-        if size not in (None, found):
-            return None
+        size = int(ask(place.fs, ANSWER, "info", name)["size"])
+        if size != item.bytes:
+            return size, ""
+        proof = hashlib.sha256()
         with place.fs.open(name, "rb", block_size=READ) as file:
-            return found, hashlib.file_digest(file, "sha256").hexdigest()
+            while found <= size and (block := file.read(READ)):
+                found += len(block)
+                proof.update(block)
+        return found, proof.hexdigest()
     except FileNotFoundError:
         return None
 
 
 def _list(place: Place) -> list[str]:
+    from data_prep.servers import ask
+
     try:
-        return list(place.fs.ls(place.root, detail=False))
+        return list(ask(place.fs, ANSWER, "ls", place.root, detail=False))
     except FileNotFoundError:
         return []
 
@@ -229,7 +250,7 @@ def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
         try:
             return work()
         except Exception as error:  # each driver has classes of its own, which can't be named without importing it
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = shown(error)
             if is_hopeless(error):
                 raise DataError(f"{where}: {reason}; check the URL, your credentials, rights and room there") from error
             wait = next(waits, None)

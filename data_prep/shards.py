@@ -88,6 +88,11 @@ def index_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.idx.npy"
 
 
+def index_limit(size: int) -> int:
+    """The most bytes that the index of a tar of ``size`` bytes can have: a sample takes two blocks there at least."""
+    return HEADER + size // (2 * BLOCK) * 8 * len(Column)
+
+
 def decode_sample(buffer: bytes | memoryview) -> Sample:
     """The sample of a member. Raises DataError if it is none; the index's CRC32 proves the rest."""
     header = bytes(buffer[:HEADER])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import fields
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +23,18 @@ from trainer.cache import CacheConfig, open_cache
 from trainer.loader import Loader, StepBatch
 from trainer.order import Order
 
+ZEROS = bytes(1 << 16)
+BOMB = gzip.compress(bytes(256 << 20), 1)  # about 1 MiB
+OK = b"HTTP/1.0 200 OK\r\n"
+ENDLESS = {  # how an answer starts, what follows again and again, and the seconds before each time
+    "endless": (OK + b"\r\n", ZEROS, 0),
+    "endless error": (b"HTTP/1.0 400 Bad\r\n\r\n", ZEROS, 0),
+    "promise": (OK + b"Content-Length: 1000000000000000\r\n\r\n", ZEROS, 0),
+    "trickle": (OK + b"Content-Length: SIZE\r\n\r\n", b"?", 0.1),
+    "drip": (OK + b"\r\n", bytes(8192), 0.45),
+    "trickle of headers": (OK, b"X-More: yes\r\n", 0.1),
+    "interim": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n", 0),
+}
 WINDOW, BATCH = 1, 24  # of shards, of samples; the data set has five shards of 64 samples, the last one less
 
 
@@ -34,6 +48,8 @@ class Server(ThreadingHTTPServer):
         self.folder = folder
         self.gets = list[str]()  # names, in the order of the requests
         self.faults = dict[str, list[str]]()
+        self.sent = 0  # bytes of answers that have no end, or are not the file
+        self.elsewhere = ""  # where redirects go
         self.released = threading.Event()  # ends what hangs
         self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -54,11 +70,12 @@ class Handler(SimpleHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        name = self.path.rsplit("/", 1)[-1]
+        name = self.path.partition("?")[0].rsplit("/", 1)[-1]
         self.server.gets.append(name)
         faults = self.server.faults.get(name, [])
         fault = faults.pop(0) if faults else "none"
-        content = b"" if fault == "none" else Path(self.translate_path(self.path)).read_bytes()
+        path = Path(self.translate_path(self.path))
+        content = path.read_bytes() if fault != "none" and path.is_file() else b""
         match fault:
             case "busy":
                 self.send_error(503)
@@ -73,6 +90,51 @@ class Handler(SimpleHTTPRequestHandler):
                     self.server.released.wait(600)
             case "none":
                 super().do_GET()
+            case _:
+                with suppress(ConnectionError):
+                    self.misbehave(fault, content)
+
+    def misbehave(self, fault: str, content: bytes) -> None:
+        """Answer as no good server does."""
+        if fault in ENDLESS:
+            start, block, pause = ENDLESS[fault]
+            self.wfile.write(start.replace(b"SIZE", b"%d" % len(content)))
+            self.repeat(block, pause)
+        elif fault == "redirect":
+            self.send_response(302)
+            self.send_header("Location", self.server.elsewhere or self.path)
+            self.end_headers()
+        elif fault == "slow":
+            self.send_response(200)
+            self.end_headers()
+            for place in range(0, len(content), 4096):
+                time.sleep(0.1)
+                self.wfile.write(content[place : place + 4096])
+        else:
+            coding, body = {
+                "bomb": ("gzip", BOMB),
+                "bombs": ("gzip, gzip", gzip.compress(BOMB)),
+                "compressed": ("gzip", gzip.compress(content)),
+                "more": ("identity", content + b"?"),
+                "less": ("identity", content[:-1]),
+            }[fault]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Encoding", coding)
+            self.end_headers()
+            self.wfile.write(body)
+
+    def repeat(self, block: bytes, pause: float) -> None:
+        while not self.server.released.wait(pause):
+            self.wfile.write(block)
+            self.server.sent += len(block)
+
+    def do_HEAD(self) -> None:
+        name = self.path.partition("?")[0].rsplit("/", 1)[-1]
+        if self.server.faults.get(name, []):
+            self.do_GET()
+        else:
+            super().do_HEAD()
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass

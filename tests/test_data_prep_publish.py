@@ -241,6 +241,42 @@ def test_a_bad_place_costs_one_line(whole: Path, s3: Any, url: str, problem: str
     assert "\n" not in str(raised.value) and url in str(raised.value)
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/set", "https://host/set"])
+def test_a_web_server_is_no_place_to_send_to(whole: Path, url: str) -> None:
+    with pytest.raises(DataError, match=f"^{url}: nothing can be sent there; publish to a disk or an object store"):
+        publish(whole, url, 1)
+
+
+def test_only_files_of_the_right_size_are_read_back(
+    whole: Path, tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others put there may be of any size."""
+    opened = list[str]()
+    monkeypatch.setattr(Flaky, "_open", lambda self, path, *rest, **options: opened.append(path))
+    (tmp_path / "there").mkdir()
+    with (tmp_path / "there" / MANIFEST).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match="holds another data set"):
+        publish(whole, f"flaky://{tmp_path}/there", 1)
+    assert not opened
+
+
+def test_what_no_reader_would_take_is_not_published(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SMALL", 1000)
+    with pytest.raises(
+        DataError, match=r"^not published, .*manifest.json has .* bytes: no reader takes more than 1,000"
+    ):
+        publish(whole, f"file://{tmp_path}/there", 1)
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_a_server_says_is_cut_short() -> None:
+    said = module.shown(OSError("bell \x07, colours \x1b[31m\nand " + "x" * 10_000))
+    assert said.startswith("OSError: bell ?, colours ?[31m and xxx") and len(said) == module.LONGEST + 1
+
+
 def test_missing_credentials_cost_one_line(
     whole: Path, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

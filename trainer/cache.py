@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import (
     LENGTH_COUNTS,
     MANIFEST,
+    SMALL,
     TOKEN_COUNTS,
     TOKENIZER_FOLDER,
     Manifest,
@@ -30,12 +33,13 @@ from data_prep.manifest import (
     file_sha256,
     load_manifest,
 )
-from data_prep.shards import PREFIX, index_path, tar_path
+from data_prep.shards import PREFIX, index_limit, index_path, tar_path
 from data_prep.tokenizer import TOKENIZER_FILES, load_proven
 from trainer.errors import TrainerError
 from trainer.remote import POLL, Remote
 
 FETCHERS = 4  # shards at once that a rank fetches
+ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class CacheConfig:
     # it may grow to this before the shards used longest ago go; those of the order's window and of the following
     # one stay, however many they are
     gigabytes: float = 20.0
+    # a server over HTTP may redirect to itself, and to these: ["https://cdn.example.com"]
+    redirects: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
         """What cannot be, each with its remedy."""
@@ -54,6 +60,9 @@ class CacheConfig:
             found.append("folder is empty: name one on the node's own disk")
         if not self.gigabytes >= 0:  # nor NaN
             found.append(f"gigabytes is {self.gigabytes}: must be 0 or more")
+        for place in self.redirects:
+            if not ORIGIN.fullmatch(place):
+                found.append(f"redirects has {place!r}: name scheme, host and port alone, as https://cdn.example.com")
         return found
 
 
@@ -168,8 +177,9 @@ class Cache:
             left.unlink(missing_ok=True)
         tar, index = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
         try:
-            self.remote.fetch(index.name, index, shard.index_sha256)
-            self.remote.fetch(tar.name, tar, shard.sha256, shard.bytes)
+            self._require_room(shard)
+            self.remote.fetch(index.name, index, shard.index_sha256, index_limit(shard.bytes))
+            self.remote.fetch(tar.name, tar, shard.sha256, shard.bytes, shard.bytes)
             _make_room(self.folder.parent, self.limit)
         except TrainerError as error:
             if not self.remote.ended.is_set():  # that is nobody else's failure
@@ -178,17 +188,26 @@ class Cache:
                 lock.flush()
             raise
 
+    def _require_room(self, shard: ShardRecord) -> None:
+        """Raises TrainerError, before a byte is fetched, where the manifest names more than fits on the disk."""
+        free = shutil.disk_usage(self.folder).free
+        if shard.bytes > free:
+            raise TrainerError(
+                f"{self.remote.address}/{shard.name}.tar has {shard.bytes:,} bytes by its manifest, but the disk of "
+                f"cache.folder has {free:,} free: free some, or name another folder"
+            )
+
 
 def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cache:
     """The folder of the data set at ``address`` with its manifest, counts and tokenizer, but no shard yet.
 
     Raises TrainerError with the address of what cannot be had, or that is not what the manifest says.
     """
-    remote, root = Remote(address, stall), Path(cache.folder).expanduser()
+    remote, root = Remote(address, stall, cache.redirects), Path(cache.folder).expanduser()
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="incoming-", dir=root) as incoming:
-            remote.fetch(MANIFEST, Path(incoming) / MANIFEST, None)
+            remote.fetch(MANIFEST, Path(incoming) / MANIFEST, None, SMALL)
             folder = root / file_sha256(Path(incoming) / MANIFEST)
             manifest = _load(Path(incoming), remote)
             folder.mkdir(exist_ok=True)
@@ -216,11 +235,11 @@ def _load(folder: Path, remote: Remote) -> Manifest:
 
 def _fetch_small(remote: Remote, manifest: Manifest, folder: Path) -> None:
     for histogram in (manifest.token_counts, manifest.length_counts):
-        remote.fetch(histogram.file, folder / histogram.file, histogram.sha256)
+        remote.fetch(histogram.file, folder / histogram.file, histogram.sha256, SMALL)
     tokenizer = folder / TOKENIZER_FOLDER
     tokenizer.mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
-        remote.fetch(f"{TOKENIZER_FOLDER}/{name}", tokenizer / name, None)
+        remote.fetch(f"{TOKENIZER_FOLDER}/{name}", tokenizer / name, None, SMALL)
     try:
         load_proven(tokenizer, manifest.tokenizer.sha256, remedy="publish the data set again")
     except DataError as error:

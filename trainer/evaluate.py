@@ -240,10 +240,13 @@ def main(arguments: list[str] | None = None) -> int:
     kept = CacheConfig()
     parser.add_argument("--cache-folder", default=kept.folder, help="where remote shards are kept (%(default)s)")
     parser.add_argument("--cache-gigabytes", type=float, default=kept.gigabytes, help="and how many (%(default)s)")
+    parser.add_argument(
+        "--cache-redirects", nargs="+", default=(), metavar="URL", help="https://host: where a server may redirect to"
+    )
     options = parser.parse_args(arguments)
     if options.micro_batch < 1:
         parser.error(f"--micro-batch is {options.micro_batch}: must be 1 or more")
-    cache = CacheConfig(options.cache_folder, options.cache_gigabytes)
+    cache = CacheConfig(options.cache_folder, options.cache_gigabytes, tuple(options.cache_redirects))
     if problems := cache.problems():
         parser.error("; ".join(f"--cache-{problem}" for problem in problems))
     try:

@@ -17,12 +17,13 @@ MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OTHER_MPIS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
 
 
 def describe(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; MASTER_ADDR and MASTER_PORT as far as they are known.
+    """RANK, WORLD_SIZE, LOCAL_RANK; LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as far as they are known.
 
     Empty for one process that nobody launched. Raises TrainerError when a launcher says half of it, or is not known.
     """
@@ -53,8 +54,15 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, str]:
         )
     found = {name: environ[name] for name in (*PLACE, "MASTER_ADDR", "MASTER_PORT") if name in environ}
     # deepspeed's launcher says LOCAL_SIZE, torchrun says LOCAL_WORLD_SIZE
-    local = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", environ["WORLD_SIZE"]))
-    return found | {"LOCAL_WORLD_SIZE": local}
+    local = environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE"))
+    return found if local is None else found | {"LOCAL_WORLD_SIZE": local}
+
+
+def on_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks are surely on this node. A launcher that does not say how many are here leaves it open."""
+    told = describe(environ)
+    address, local = told.get("MASTER_ADDR", environ.get("MASTER_ADDR")), told.get("LOCAL_WORLD_SIZE")
+    return address in LOOPBACK or (local is not None and local == told["WORLD_SIZE"])
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import tempfile
 import time
@@ -22,11 +23,12 @@ from safetensors import SafetensorError
 
 from data_prep.streams import end_process, say_error
 from trainer.errors import LostError, TrainerError
-from trainer.launchers import MPI, describe
+from trainer.launchers import MPI, describe, on_one_node
 from trainer.meeting import Account, Meeting, meet
 
 Result = TypeVar("Result")
 LONGEST = 30 * 24 * 3600  # seconds that ranks may wait for one another: more is a slip, and overflows clocks
+SECRET = "LAMBERT_SECRET"  # of the environment: seals what the ranks tell one another as they meet
 PORT = "29500"  # torchrun's own, where a launcher names none
 SHARE_SECONDS = 30.0  # that a network's file system may take to show a new file elsewhere
 
@@ -65,7 +67,8 @@ def read_world(environ: Mapping[str, str], device: str) -> World:
     environment contradicts itself, or when a GPU is asked for and absent.
     """
     found = describe(environ)
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    defaults["LOCAL_WORLD_SIZE"] = found.get("WORLD_SIZE", "1")  # a launcher that does not say starts one node
     values = {name: found.get(name, default) for name, default in defaults.items()}
     values["MASTER_PORT"] = found.get("MASTER_PORT", PORT)
     for name, value in values.items():
@@ -133,14 +136,18 @@ def from_launcher(device: str) -> World:
 
 
 def _meeting_place_by_mpi() -> dict[str, str]:
-    """A free port of rank 0 by its host's name, told through MPI, which ends with it: its ranks leave as others do."""
+    """A free port of rank 0 by its host's name, and a secret, told through MPI.
+
+    MPI ends with it: its ranks leave as others do.
+    """
     try:
         from mpi4py import MPI
     except ImportError:
         return {}  # read_world says what is missing
-    place = MPI.COMM_WORLD.bcast((socket.gethostname(), _free_port("")))
+    secret = os.environ.get(SECRET) or secrets.token_hex(16)
+    address, port, secret = MPI.COMM_WORLD.bcast((socket.gethostname(), _free_port(""), secret))
     MPI.Finalize()
-    return {"MASTER_ADDR": place[0], "MASTER_PORT": str(place[1])}
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), SECRET: secret}
 
 
 def speaks_first() -> bool:
@@ -180,10 +187,13 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port("127.0.0.1"))}
         os.environ.update(alone | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})  # DeepSpeed reads them
     os.environ.update(place_for_deepspeed(os.environ, world.device))
+    one_node = on_one_node(os.environ)
+    if one_node and any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside needs to reach gloo's ports either
     gpu, model = _gpu(world.device)
     place, port = os.environ["MASTER_ADDR"], int(os.environ.setdefault("MASTER_PORT", PORT))
     store, warnings = meet(
-        Meeting(world.rank, world.size, place, port, _agent_serves()),
+        Meeting(world.rank, world.size, place, port, _agent_serves(), one_node, os.environ.get(SECRET, "")),
         Account(socket.gethostname(), gpu, facts or {}, told | ({"GPU": model} if gpu else {})),
         timedelta(seconds=timeout_seconds),
     )
