@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 
 from data_prep.build import build
-from data_prep.cleaning import clean
 from data_prep.corpus import Reading, read_paragraphs
 from data_prep.errors import DataError
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
@@ -75,9 +74,7 @@ def _vocab(options: argparse.Namespace) -> int:
     say_left_out(find_left_out(options.input, reading.format))
     left = {source.name: Counter[str]() for source in sources}
     paragraphs = (
-        clean(paragraph.text)[0]
-        for source in sources
-        for paragraph in read_paragraphs(source, reading, left[source.name])
+        paragraph.text for source in sources for paragraph in read_paragraphs(source, reading, left[source.name])
     )
     tokenizer = train_tokenizer(paragraphs, options.size, options.cased, options.multiple_of)
     tokenizer.save(options.out)

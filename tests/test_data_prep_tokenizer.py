@@ -85,6 +85,18 @@ def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
     assert swapped.sha256() != loaded.sha256()
 
 
+def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(tmp_path: Path) -> None:
+    published = load_tokenizer(write_tokenizer(tmp_path / "google", ["glad", "world", "d"]))
+    assert published.sha256() == "3726baf3bd04aa560ede1a6e5e6a32c0ee489ec18d3f2fc6eb34838f9bbcdaf0"
+    assert list(published.encode(["glad\u200bworld d😊"])) == [[1, 1]]
+    ours = published.with_cleaning()
+    ours.save(tmp_path / "ours")
+    again = load_tokenizer(tmp_path / "ours")
+    assert list(again.encode(["glad\u200bworld d😊"])) == [[5, 6, 7, 1]]
+    assert again.sha256() == ours.sha256() == again.with_cleaning().sha256() != published.sha256()
+    assert again.settings == ours.settings
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -97,6 +109,14 @@ def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
         ({"tokenizer.json": b'{"model": 1}'}, "is no tokenizer"),
         (
             {"tokenizer.json": b'{"model": ' + json.dumps(MODEL).encode() + b"}"},
+            "type BertNormalizer, BERT's own, found None",
+        ),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": {"type": "Sequence"}}).encode()},
+            "type BertNormalizer, BERT's own, found Sequence",
+        ),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": []}).encode()},
             "type BertNormalizer, BERT's own, found None",
         ),
         (

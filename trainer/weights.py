@@ -195,7 +195,8 @@ def _require_vocabulary(path: Path, theirs: Path | str | None, ours: Path, tell:
                 f"{seen[1]} in the shards: {remedy}"
             )
     tell(
-        f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents, added tokens)"
+        f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents, emoji, added "
+        "tokens)"
     )
 
 
