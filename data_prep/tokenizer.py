@@ -1,4 +1,4 @@
-"""BERT's WordPiece tokenizer: train it, load it, write it for `transformers`.
+"""BERT's WordPiece tokenizer: load it, clean and encode text by it, write it for `transformers`.
 
 The cleaning of `cleaning.py` is part of every tokenizer that is learnt here or saved by a build: it stands in
 tokenizer.json, before BERT's own, so whatever loads that file gives the ids that the model was trained on. A published
@@ -14,14 +14,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Encoder
 
 from data_prep.atomic import replacing
@@ -30,9 +29,6 @@ from data_prep.errors import DataError
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
-LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
-LARGEST_VOCABULARY = 1_000_000  # pieces; the largest of a published BERT, LaBSE, is half of it
-LARGEST_MULTIPLE = 65_536  # no matrix product asks for more
 BATCH = 128  # sentences encoded at once
 UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only fill up a vocabulary, as Google published BERT with
 MODEL: dict[
@@ -216,70 +212,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def load_once(folder: Path, sha256: str) -> Tokenizer:
     """`load_tokenizer`, once in a process: workers come for each task to a build's own copy, which has this hash."""
     return load_tokenizer(folder)
-
-
-def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
-    """Learns a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
-
-    It is filled up with [unused0], [unused1], ... to a size that is a multiple of ``multiple_of`` (matrix products
-    are fastest for multiples of 8 to 64); these never stand in a text and are never predicted.
-
-    `tokenizers` numbers the characters in the order of a hash table, which differs from run to run, and
-    breaks ties by these numbers. So they are given to it in a fixed order, as if they were special.
-    """
-    settings = DEFAULTS | {"do_lower_case": not cased}
-    encoder = _new(list(SPECIALS), settings).encoder
-    words = _count_words(encoder, paragraphs)
-    alphabet, pieces = _alphabet(words)
-    if not words:
-        raise DataError("no text found to learn a vocabulary from")
-    if len(SPECIALS) + len(pieces) > size:
-        needed = len(SPECIALS) + len(pieces)
-        raise DataError(f"--size {size} is too small: the characters alone need {needed}")
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=size,
-        special_tokens=[*SPECIALS, *pieces],
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
-    encoder.train_from_iterator(_repeated(words), trainer)
-    vocab = encoder.get_vocab()
-    learnt = sorted(vocab, key=vocab.__getitem__)
-    learnt += [f"[unused{i}]" for i in range(-len(learnt) % multiple_of)]
-    return _new(learnt, settings)
-
-
-def _count_words(encoder: Encoder, paragraphs: Iterable[str]) -> Counter[str]:
-    words: Counter[str] = Counter()
-    for paragraph in paragraphs:
-        clean = encoder.normalizer.normalize_str(paragraph)
-        words.update(word for word, _ in encoder.pre_tokenizer.pre_tokenize_str(clean))
-    return words
-
-
-def _alphabet(words: Counter[str]) -> tuple[list[str], list[str]]:
-    """The most frequent characters, and the pieces they occur as: ``c`` first in a word, ``##c`` after."""
-    counts: Counter[str] = Counter()
-    for word, count in words.items():
-        for character in word:
-            counts[character] += count
-    kept = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:LARGEST_ALPHABET]
-    following = {character for word in words for character in word[1:]}.intersection(kept)
-    return sorted(kept), sorted(kept) + [CONTINUING + character for character in sorted(following)]
-
-
-def _repeated(words: Counter[str]) -> Iterator[str]:
-    """Each word as often as it was counted: the trainer takes texts, not counts."""
-    for word, count in words.items():
-        for start in range(0, count, BATCH):
-            yield " ".join([word] * min(BATCH, count - start))
-
-
-def _new(pieces: list[str], settings: dict[str, Any]) -> Tokenizer:
-    """A tokenizer of ours; its vocabulary begins with SPECIALS."""
-    specials = SpecialIds(*range(len(SPECIALS)))
-    return Tokenizer(bert_encoder(pieces, settings), pieces, specials, settings).with_cleaning()
 
 
 def bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from data_prep import cleaning
 from data_prep.cleaning import clean
-from data_prep.tokenizer import DEFAULTS, SPECIALS, bert_encoder, load_tokenizer, train_tokenizer
+from data_prep.tokenizer import DEFAULTS, SPECIALS, bert_encoder, load_tokenizer
+from data_prep.vocab import train_tokenizer
 
 SYMBOLS = {*range(0x2190, 0x2C00), *range(0x1F000, 0x1FC00)}
 

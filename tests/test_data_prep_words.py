@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from data_prep import words as words_module
 from data_prep.cleaning import clean
-from data_prep.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data_prep.tokenizer import Tokenizer, load_tokenizer
+from data_prep.vocab import train_tokenizer
 from data_prep.words import WordCache
 
 TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9|9 ^ ~"] * 5

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 from data_prep.build import build
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.settings import make_settings
-from data_prep.tokenizer import load_tokenizer, train_tokenizer
+from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import verify
+from data_prep.vocab import train_tokenizer
 from trainer.encode import to_examples
 from trainer.export import write_folder
 from trainer.finetune.start import read_pretrained
