@@ -16,6 +16,7 @@ from data_prep.corpus import Reading, read_paragraphs
 from data_prep.errors import DataError
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
 from data_prep.manifest import load_manifest
+from data_prep.marks import LIMIT, loss
 from data_prep.metrics import Figures, check_textfile, push, serve, write_textfile
 from data_prep.options import Parser, check_place, check_range
 from data_prep.settings import CHOICES, Settings, make_settings
@@ -77,7 +78,8 @@ def _vocab(options: argparse.Namespace) -> int:
     paragraphs = (
         paragraph.text for source in sources for paragraph in read_paragraphs(source, reading, left[source.name])
     )
-    learnt = learn_tokenizer(paragraphs, options.size, options.cased, options.multiple_of, options.character_coverage)
+    chosen = (options.cased, options.multiple_of, options.character_coverage, options.keep_accents)
+    learnt = learn_tokenizer(paragraphs, options.size, *chosen)
     learnt.tokenizer.save(options.out)
     size, more = learnt.tokenizer.vocab_size, ""
     if learnt.left_out:
@@ -90,6 +92,8 @@ def _vocab(options: argparse.Namespace) -> int:
     _say(f"{options.out}: {size:,} pieces{more}")
     for line in warn_of_markup({name: counts["markup"] for name, counts in left.items()}):
         say_error(f"data_prep: warning: {line}")
+    if learnt.marks.other > LIMIT * learnt.words:
+        say_error(f"data_prep: warning: {loss(learnt.marks.other)}")
     return 0
 
 
@@ -217,6 +221,7 @@ def _add_vocab(vocab: argparse.ArgumentParser) -> None:
     add("--size", type=int, required=True, metavar="N", help="pieces at most, control tokens included")
     add("--multiple-of", type=int, default=1, metavar="N", help="fill it up with pieces that are never predicted")
     add("--cased", action="store_true", help="keep capitals and accents")
+    add("--keep-accents", action="store_true", help="lower case, but no accent or vowel sign stripped")
     covered = f"share of the text whose characters have a piece; {LEAST_ALPHABET:,} have one in any case (%(default)s)"
     add("--character-coverage", type=float, default=COVERAGE, metavar="X", help=covered)
     vocab.set_defaults(command=_vocab)

@@ -104,6 +104,12 @@ class Tokenizer:
         return len(self.pieces)
 
     @property
+    def strips_accents(self) -> bool:
+        """Combining marks are removed from letters, which by default goes with lower case."""
+        chosen = self.settings["strip_accents"]
+        return bool(self.settings["do_lower_case"] if chosen is None else chosen)
+
+    @property
     def never(self) -> list[int]:
         """Ids that are never predicted and never a random replacement: control tokens, [UNK] and [unusedN]."""
         unused = [i for i, piece in enumerate(self.pieces) if piece[:1] == "[" and UNUSED.fullmatch(piece)]
@@ -306,11 +312,11 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
 def _last(part: str, found: Any) -> dict[str, Any]:
     """What comes after our own part of the cleaning; ``found`` as it is if it does not begin with that."""
     name, ours = OURS[part]
-    found = dict(found) if isinstance(found, dict) else {}
-    match found.get(name):
+    whole: dict[str, Any] = found if isinstance(found, dict) else {}
+    match whole.get(name):
         case [first, dict() as last] if first == ours:
             return dict(last)
-    return found
+    return whole
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from tokenizers import Tokenizer as Encoder
 from tokenizers import trainers
 
 from data_prep.errors import DataError
+from data_prep.marks import Marks, count_marks
 from data_prep.tokenizer import BATCH, CONTINUING, DEFAULTS, SPECIALS, SpecialIds, Tokenizer, bert_encoder
 
 LEAST_ALPHABET = 1_000  # characters that are learnt, if the text has as many
@@ -29,6 +29,8 @@ class Learnt:
     left_out: int  # characters of the text that have no piece
     share: float  # of the text's characters, counted as often as they stand there, that these are
     limit: str | None  # the option that kept them out
+    words: int  # of the text
+    marks: Marks  # that the tokenizer strips
 
 
 def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
@@ -37,7 +39,12 @@ def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_
 
 
 def learn_tokenizer(
-    paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1, coverage: float = COVERAGE
+    paragraphs: Iterable[str],
+    size: int,
+    cased: bool,
+    multiple_of: int = 1,
+    coverage: float = COVERAGE,
+    keep_accents: bool = False,
 ) -> Learnt:
     """Learns a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
 
@@ -52,9 +59,10 @@ def learn_tokenizer(
 
     Raises DataError if there is no text, or if ``size`` is too small for LEAST_ALPHABET characters.
     """
-    settings = DEFAULTS | {"do_lower_case": not cased}
-    encoder = _new(list(SPECIALS), settings).encoder
-    words = _count_words(encoder, paragraphs)
+    settings = DEFAULTS | {"do_lower_case": not cased, "strip_accents": False if keep_accents else None}
+    bare = _new(list(SPECIALS), settings)
+    encoder = bare.encoder
+    words, marks = _count_words(bare, paragraphs)
     if not words:
         raise DataError("no text found to learn a vocabulary from")
     counts = _count_characters(words)
@@ -81,15 +89,20 @@ def learn_tokenizer(
     left_out = list(counts.values())[more:]
     limit = ("--size" if kept < wanted else "--character-coverage") if left_out else None
     learnt += [f"[unused{i}]" for i in range(-len(learnt) % multiple_of)]
-    return Learnt(_new(learnt, settings), len(left_out), sum(left_out) / counts.total(), limit)
+    share = sum(left_out) / counts.total()
+    return Learnt(_new(learnt, settings), len(left_out), share, limit, words.total(), marks)
 
 
-def _count_words(encoder: Encoder, paragraphs: Iterable[str]) -> Counter[str]:
+def _count_words(tokenizer: Tokenizer, paragraphs: Iterable[str]) -> tuple[Counter[str], Marks]:
     words: Counter[str] = Counter()
+    stripped = other = 0
+    normalizer, pre_tokenizer = tokenizer.encoder.normalizer, tokenizer.encoder.pre_tokenizer
     for paragraph in paragraphs:
-        clean = encoder.normalizer.normalize_str(paragraph)
-        words.update(word for word, _ in encoder.pre_tokenizer.pre_tokenize_str(clean))
-    return words
+        words.update(word for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(paragraph)))
+        if tokenizer.strips_accents:
+            marks = count_marks(paragraph)
+            stripped, other = stripped + marks.stripped, other + marks.other
+    return words, Marks(stripped, other)
 
 
 def _count_characters(words: Counter[str]) -> Counter[str]:

@@ -13,7 +13,7 @@ from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import verify
-from data_prep.vocab import train_tokenizer
+from data_prep.vocab import learn_tokenizer
 from trainer.encode import to_examples
 from trainer.export import write_folder
 from trainer.finetune.start import read_pretrained
@@ -39,7 +39,8 @@ def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "published":
         write_tokenizer(tokenizer, PIECES)
     else:
-        train_tokenizer(TEXTS, 150, request.param == "cased").save(tokenizer)
+        cased, kept = request.param == "cased", request.param == "keeps accents"
+        learn_tokenizer(TEXTS, 150, cased, keep_accents=kept).tokenizer.save(tokenizer)
     settings = make_settings(200, pairs="single", short_sequence_rate=0.0)
     build([corpus], tokenizer, tmp_path / "shards", settings, processes=1)
     return tmp_path / "shards"
