@@ -12,18 +12,18 @@ from itertools import chain
 from pathlib import Path
 
 from data_prep.build import build
-from data_prep.cleaning import clean
 from data_prep.corpus import Reading, read_paragraphs
 from data_prep.errors import DataError
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
 from data_prep.manifest import load_manifest
+from data_prep.marks import LIMIT, loss
 from data_prep.metrics import Figures, check_textfile, push, serve, write_textfile
 from data_prep.options import Parser, check_place, check_range
 from data_prep.settings import CHOICES, Settings, make_settings
 from data_prep.sources import FORMATS, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.streams import flush, say_error
-from data_prep.tokenizer import LARGEST_MULTIPLE, LARGEST_VOCABULARY, train_tokenizer
 from data_prep.verify import verify
+from data_prep.vocab import COVERAGE, LARGEST_MULTIPLE, LARGEST_VOCABULARY, LEAST_ALPHABET, learn_tokenizer
 from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
 
 BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143  # exit codes
@@ -70,21 +70,30 @@ def _vocab(options: argparse.Namespace) -> int:
         raise DataError(f"{options.out} is not empty; choose another --out or remove it")
     check_range("--size", options.size, 1, LARGEST_VOCABULARY)
     check_range("--multiple-of", options.multiple_of, 1, LARGEST_MULTIPLE)
+    check_range("--character-coverage", options.character_coverage, 0, 1)
     reading = Reading(parse_where(options.where), options.text_field, options.bad_bytes, options.format)
     sources = find_sources(options.input, reading.where, reading.format)
     say_left_out(find_left_out(options.input, reading.format))
     left = {source.name: Counter[str]() for source in sources}
     paragraphs = (
-        clean(paragraph.text)[0]
-        for source in sources
-        for paragraph in read_paragraphs(source, reading, left[source.name])
+        paragraph.text for source in sources for paragraph in read_paragraphs(source, reading, left[source.name])
     )
-    tokenizer = train_tokenizer(paragraphs, options.size, options.cased, options.multiple_of)
-    tokenizer.save(options.out)
-    few = "" if tokenizer.vocab_size >= options.size else f", fewer than {options.size:,}: the text has no more"
-    _say(f"{options.out}: {tokenizer.vocab_size:,} pieces{few}")
+    chosen = (options.cased, options.multiple_of, options.character_coverage, options.keep_accents)
+    learnt = learn_tokenizer(paragraphs, options.size, *chosen)
+    learnt.tokenizer.save(options.out)
+    size, more = learnt.tokenizer.vocab_size, ""
+    if learnt.left_out:
+        more = (
+            f"; {learnt.left_out:,} rare characters ({learnt.share:.3%} of the text) have none and become [UNK]: "
+            f"a larger {learnt.limit} takes more"
+        )
+    elif size < options.size:
+        more = f", fewer than {options.size:,}: the text has no more"
+    _say(f"{options.out}: {size:,} pieces{more}")
     for line in warn_of_markup({name: counts["markup"] for name, counts in left.items()}):
         say_error(f"data_prep: warning: {line}")
+    if learnt.marks.other > LIMIT * learnt.words:
+        say_error(f"data_prep: warning: {loss(learnt.marks.other)}")
     return 0
 
 
@@ -212,6 +221,9 @@ def _add_vocab(vocab: argparse.ArgumentParser) -> None:
     add("--size", type=int, required=True, metavar="N", help="pieces at most, control tokens included")
     add("--multiple-of", type=int, default=1, metavar="N", help="fill it up with pieces that are never predicted")
     add("--cased", action="store_true", help="keep capitals and accents")
+    add("--keep-accents", action="store_true", help="lower case, but no accent or vowel sign stripped")
+    covered = f"share of the text whose characters have a piece; {LEAST_ALPHABET:,} have one in any case (%(default)s)"
+    add("--character-coverage", type=float, default=COVERAGE, metavar="X", help=covered)
     vocab.set_defaults(command=_vocab)
 
 

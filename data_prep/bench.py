@@ -46,7 +46,7 @@ from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.options import Parser, check_place, check_range
 from data_prep.sentences import split_sentences
 from data_prep.sources import find_sources
-from data_prep.tokenizer import load_tokenizer
+from data_prep.tokenizer import bert_encoder, load_tokenizer
 from data_prep.watch import Watched, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -281,7 +281,8 @@ def split(text: Text, path: Path) -> Path:
 def encode(sentences: Path, tokenizer: Path) -> float:
     """Seconds for `encode_batch` over all sentences, ids not taken out; wants a process whose threads are not set."""
     lines = [line for line in sentences.read_text("utf-8").split("\n") if line]
-    encoder = load_tokenizer(tokenizer).encoder
+    loaded = load_tokenizer(tokenizer)
+    encoder = bert_encoder(loaded.pieces, loaded.settings)
     start = time.perf_counter()
     for first in range(0, len(lines), BATCH):
         encoder.encode_batch(lines[first : first + BATCH], add_special_tokens=False)

@@ -71,7 +71,7 @@ def build(
 
     Args:
         inputs: text files and folders of them.
-        tokenizer: folder as `load_tokenizer` reads it.
+        tokenizer: folder as `load_tokenizer` reads it; the data set gets a copy that holds the build's cleaning.
         out: new or empty folder, or one in which the same build was begun.
         store: folder to keep the tokenized text in, for other builds from it; None: it is removed at the end.
         figures: are counted up meanwhile, for who watches.
@@ -85,6 +85,7 @@ def build(
             f"tokenizer in {tokenizer}: {len(loaded.added)} token(s) were added to the vocabulary ({names}); shards "
             "can be built only without them: name a tokenizer without added tokens"
         )
+    loaded = loaded.with_cleaning()
     make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # refuses one that is too small
     sources = _find_text(inputs, settings, [tokenizer, out, *([store] if store else [])])
     left_out = find_left_out(inputs, settings.format)

@@ -10,6 +10,7 @@ import numpy as np
 
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
+from data_prep.marks import LIMIT, loss
 from data_prep.settings import largest_count
 from data_prep.shards import Sample, decode_sample, index_path, read_index, tar_path
 from data_prep.sources import describe_left_out
@@ -23,7 +24,9 @@ LABELS = {  # by is_next
     "sop": ("swapped, ", "in order, "),
     "single": ("", "", ""),
 }
-OF_FILES = ("tokens", "unknown", "empty", "cut", "replaced", "cleaned", "blank", "unwanted", "titles")  # SourceRecord's
+OF_FILES = (  # counts of SourceRecord
+    *("tokens", "unknown", "empty", "cut", "replaced", "cleaned", "blank", "unwanted", "titles", "stripped"),
+)
 
 
 def describe(manifest: Manifest) -> Iterator[str]:
@@ -40,6 +43,7 @@ def describe(manifest: Manifest) -> Iterator[str]:
         _amount(corpus.other_part, "document") + " on the other side of the held-out share",
         _amount(total["replaced"], "byte") + " replaced, not UTF-8",
         _amount(total["cleaned"], "character") + " cleaned",
+        _amount(total["stripped"], "combining mark") + " stripped",
         _amount(total["cut"], "cut") + " in long lines and sentences",
         _amount(total["empty"], "sentence") + " without visible text left out",
         _amount(total["blank"], "document") + " without visible text left out",
@@ -79,6 +83,11 @@ def warnings(manifest: Manifest) -> Iterator[str]:
             f"most in {worst.name}: {worst.unknown / worst.tokens:.1%}; learn a vocabulary from this text"
         )
     yield from warn_of_markup({file.name: file.markup for file in manifest.corpus.files})
+    lossy = [file for file in manifest.corpus.files if file.stripped_other > LIMIT * file.tokens]
+    if lossy:
+        worst = max(lossy, key=lambda file: file.stripped_other / file.tokens)
+        marks = sum(file.stripped_other for file in lossy)
+        yield f"{_amount(len(lossy), 'file')}, above all {worst.name}: {loss(marks)}"
     counts, settings = manifest.counts, manifest.settings
     true = counts.is_next / counts.samples
     if settings.pairs != "single" and not TRUE_PAIRS[0] <= true <= TRUE_PAIRS[1]:

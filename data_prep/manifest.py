@@ -51,6 +51,8 @@ class SourceRecord:
     unwanted: int = field(default=0, metadata=LATER)  # records left out, since --where does not take them
     titles: int = field(default=0, metadata=LATER)  # titles of articles, left out
     markup: int = field(default=0, metadata=LATER)  # lines of markup that were read as text
+    stripped: int = field(default=0, metadata=LATER)  # combining marks (accents, vowel signs) that the tokenizer strips
+    stripped_other: int = field(default=0, metadata=LATER)  # those of scripts other than Latin, Greek and Cyrillic
 
 
 @dataclass(frozen=True)

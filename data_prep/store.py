@@ -3,7 +3,7 @@
 Raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``continues`` (uint8, 1 where a token continues a
 word), ``sentences`` (int64, where each sentence starts in ids, and the end), ``documents`` (int64, where each
 document starts in sentences, and the end), ``digests`` (16 bytes a document, a hash of its text); and
-``counts.npy``, written last: int64[text files, 10], the columns of `Counted`.
+``counts.npy``, written last: int64[text files, 12], the columns of `Counted`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Counted(IntEnum):
     UNWANTED = 7  # records left out, since --where does not take them
     TITLES = 8  # titles of articles, left out
     MARKUP = 9  # lines of markup that were read as text
+    STRIPPED = 10  # combining marks that the tokenizer strips
+    STRIPPED_OTHER = 11  # those of scripts other than Latin, Greek and Cyrillic
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class TokenizedChunk:
     lengths: NDArray[np.int64]  # [sentences] tokens
     documents: NDArray[np.int64]  # [sentences] number of the document
     digests: Mapping[int, bytes | bytearray]  # of the paragraphs of each document, one after the other
-    counted: NDArray[np.int64]  # [10]; BLANK counts all documents that begin here, until `write_store`
+    counted: NDArray[np.int64]  # [12]; BLANK counts all documents that begin here, until `write_store`
 
 
 def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -105,7 +107,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, sha256: str, language: str, gi
         cut, cleaned = cut + cuts, cleaned + changed
     numbers = np.array([document for document, _ in chunk.paragraphs], np.int64)
     documents = np.repeat(numbers, np.array(counts, np.int64))  # (sentences,)
-    ids, continues, lengths = words.encode(sentences)
+    ids, continues, lengths, marks = words.encode(sentences)
     seen = lengths > 0
     counted = [len(ids), np.count_nonzero(ids == unknown), np.count_nonzero(~seen), cut, chunk.replaced, cleaned]
     blank, *others = (chunk.left.get(name, 0) for name in ("blank", "unwanted", "titles", "markup"))
@@ -118,7 +120,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, sha256: str, language: str, gi
         lengths=lengths[seen],
         documents=documents[seen],
         digests=digests,
-        counted=np.array(counted, np.int64),
+        counted=np.array([*counted, *marks], np.int64),
     )
 
 

@@ -1,9 +1,12 @@
-"""BERT's WordPiece tokenizer: train it, load it, write it for `transformers`.
+"""BERT's WordPiece tokenizer: load it, clean and encode text by it, write it for `transformers`.
 
-The text is cleaned as BERT cleans it: control and zero-width characters vanish (and join what they part),
-Chinese characters stand alone, a word with a character outside the vocabulary becomes [UNK] as a whole.
-"[MASK]" written in a text is three pieces, never the control id. Other tokens that were added in `transformers`,
-such as "[E1]", keep their ids, and are found in a text before it is cleaned and cut.
+The cleaning of `cleaning.py` is part of every tokenizer that is learnt here or saved by a build: it stands in
+tokenizer.json, before BERT's own, so whatever loads that file gives the ids that the model was trained on. A published
+BERT's tokenizer, which lacks it, is used as it is until a build adds it.
+
+BERT's own cleaning sets Chinese characters apart, and a word with a character outside the vocabulary becomes [UNK] as
+a whole. "[MASK]" written in a text is three pieces, never the control id. Other tokens that were added in
+`transformers`, such as "[E1]", keep their ids, and are found in a text before it is cleaned and cut.
 """
 
 from __future__ import annotations
@@ -11,25 +14,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Encoder
 
 from data_prep.atomic import replacing
+from data_prep.cleaning import CONTROLS, SYMBOLS
 from data_prep.errors import DataError
 
 PIECES, WHOLE, SETTINGS = TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
-LARGEST_ALPHABET = 1_000  # characters; rarer ones become [UNK]
-LARGEST_VOCABULARY = 1_000_000  # pieces; the largest of a published BERT, LaBSE, is half of it
-LARGEST_MULTIPLE = 65_536  # no matrix product asks for more
 MANIFESTS, RESTORE = "the manifest's tokenizer", "restore it, or build the shards again"
 BATCH = 128  # sentences encoded at once
 UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only fill up a vocabulary, as Google published BERT with
@@ -42,6 +42,13 @@ MODEL: dict[
     "max_input_chars_per_word": 100,
 }
 CLEANERS = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}  # `words.py` relies on them
+OURS: dict[str, tuple[str, Any]] = {  # the list in tokenizer.json that they end, and what of ours begins it
+    "normalizer": ("normalizers", {"type": "Replace", "pattern": {"Regex": CONTROLS}, "content": " "}),
+    "pre_tokenizer": (
+        "pretokenizers",
+        {"type": "Split", "pattern": {"Regex": SYMBOLS}, "behavior": "Isolated", "invert": False},
+    ),
+}
 CLEANING = {  # names in tokenizer_config.json, and in the BertNormalizer of tokenizer.json
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -54,6 +61,13 @@ DEFAULTS = {
     "tokenize_chinese_chars": True,
     "model_max_length": 512,
 } | {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
+
+# `transformers` rebuilds a BertTokenizer from its vocabulary and would leave our cleaning out; for this class it takes
+# tokenizer.json as it is, but gives no token_type_ids unless they are named.
+KEEPS_CLEANING = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+}
 
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token: which texts it is found in
@@ -92,6 +106,12 @@ class Tokenizer:
         return len(self.pieces)
 
     @property
+    def strips_accents(self) -> bool:
+        """Combining marks are removed from letters, which by default goes with lower case."""
+        chosen = self.settings["strip_accents"]
+        return bool(self.settings["do_lower_case"] if chosen is None else chosen)
+
+    @property
     def never(self) -> list[int]:
         """Ids that are never predicted and never a random replacement: control tokens, [UNK] and [unusedN]."""
         unused = [i for i, piece in enumerate(self.pieces) if piece[:1] == "[" and UNUSED.fullmatch(piece)]
@@ -113,6 +133,18 @@ class Tokenizer:
         identity = [self.pieces, *(json.loads(part.__getstate__()) for part in cleaning)]
         identity += [[i, *(getattr(token, flag) for flag in FLAGS)] for i, token in self.added.items()]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def with_cleaning(self) -> Tokenizer:
+        """The same vocabulary, with the build's own cleaning before BERT's."""
+        encoder = Encoder(self.encoder.model)
+        settings = _last("normalizer", json.loads(self.encoder.normalizer.__getstate__()))
+        bert = normalizers.BertNormalizer(**{name: value for name, value in settings.items() if name != "type"})
+        encoder.normalizer = normalizers.Sequence([normalizers.Replace(Regex(CONTROLS), " "), bert])
+        symbols = pre_tokenizers.Split(Regex(SYMBOLS), "isolated")
+        encoder.pre_tokenizer = pre_tokenizers.Sequence([symbols, pre_tokenizers.BertPreTokenizer()])
+        for token in self.added.values():
+            encoder.add_tokens([token])
+        return replace(self, encoder=encoder, settings=self.settings | KEEPS_CLEANING)
 
     def encode(self, sentences: list[str]) -> Iterator[list[int]]:
         """The ids of each sentence, without control tokens; empty for a sentence without visible text."""
@@ -162,7 +194,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         parts = {}
         _require_bert(folder, settings)
         try:
-            encoder = _bert_encoder(_lines_of(vocabulary), settings)
+            encoder = bert_encoder(_lines_of(vocabulary), settings)
         except TypeError as error:  # a setting that is no true or false
             raise DataError(f"tokenizer in {folder}: a wrong setting ({error})") from None
     else:
@@ -226,66 +258,8 @@ def load_once(folder: Path, sha256: str) -> Tokenizer:
     return load_proven(folder, sha256, "the tokenizer that the build began with", "leave it alone, and build again")
 
 
-def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
-    """Learns a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
-
-    It is filled up with [unused0], [unused1], ... to a size that is a multiple of ``multiple_of`` (matrix products
-    are fastest for multiples of 8 to 64); these never stand in a text and are never predicted.
-
-    `tokenizers` numbers the characters in the order of a hash table, which differs from run to run, and
-    breaks ties by these numbers. So they are given to it in a fixed order, as if they were special.
-    """
-    settings = DEFAULTS | {"do_lower_case": not cased}
-    encoder = _bert_encoder(list(SPECIALS), settings)
-    words = _count_words(encoder, paragraphs)
-    alphabet, pieces = _alphabet(words)
-    if not words:
-        raise DataError("no text found to learn a vocabulary from")
-    if len(SPECIALS) + len(pieces) > size:
-        needed = len(SPECIALS) + len(pieces)
-        raise DataError(f"--size {size} is too small: the characters alone need {needed}")
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=size,
-        special_tokens=[*SPECIALS, *pieces],
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
-    encoder.train_from_iterator(_repeated(words), trainer)
-    vocab = encoder.get_vocab()
-    learnt = sorted(vocab, key=vocab.__getitem__)
-    learnt += [f"[unused{i}]" for i in range(-len(learnt) % multiple_of)]
-    encoder = _bert_encoder(learnt, settings)
-    return Tokenizer(encoder, learnt, SpecialIds(*range(len(SPECIALS))), settings)
-
-
-def _count_words(encoder: Encoder, paragraphs: Iterable[str]) -> Counter[str]:
-    words: Counter[str] = Counter()
-    for paragraph in paragraphs:
-        clean = encoder.normalizer.normalize_str(paragraph)
-        words.update(word for word, _ in encoder.pre_tokenizer.pre_tokenize_str(clean))
-    return words
-
-
-def _alphabet(words: Counter[str]) -> tuple[list[str], list[str]]:
-    """The most frequent characters, and the pieces they occur as: ``c`` first in a word, ``##c`` after."""
-    counts: Counter[str] = Counter()
-    for word, count in words.items():
-        for character in word:
-            counts[character] += count
-    kept = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:LARGEST_ALPHABET]
-    following = {character for word in words for character in word[1:]}.intersection(kept)
-    return sorted(kept), sorted(kept) + [CONTINUING + character for character in sorted(following)]
-
-
-def _repeated(words: Counter[str]) -> Iterator[str]:
-    """Each word as often as it was counted: the trainer takes texts, not counts."""
-    for word, count in words.items():
-        for start in range(0, count, BATCH):
-            yield " ".join([word] * min(BATCH, count - start))
-
-
-def _bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:
+def bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:
+    """The library's BERT tokenizer, with no cleaning but BERT's own."""
     vocab = {piece: number for number, piece in enumerate(pieces)}
     encoder = Encoder(models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix=CONTINUING))
     encoder.normalizer = normalizers.BertNormalizer(**{ours: settings[theirs] for theirs, ours in CLEANING.items()})
@@ -297,6 +271,8 @@ def _require_bert(folder: Path, settings: dict[str, Any]) -> None:
     """Raises DataError if the folder's ``vocab.txt`` is for another way of cutting text than BERT's."""
     config = folder / "config.json"
     of_model = _read_object(config).get("tokenizer_class") if config.exists() else None
+    if settings["tokenizer_class"] == KEEPS_CLEANING["tokenizer_class"]:
+        raise DataError(f"tokenizer in {folder}: tokenizer.json is missing, which holds its cleaning; copy it anew")
     for kind in (of_model, settings["tokenizer_class"]):
         if kind is not None and str(kind).removesuffix("Fast") not in BERT_CLASSES:
             raise DataError(f"tokenizer in {folder}: tokenizer_class is {kind}, which does not cut text as BERT does")
@@ -355,9 +331,9 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
         found = model.get(name, "WordPiece" if name == "type" else None)  # files of 2020 do not say their type
         if found != wanted:
             raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found}")
+    bert = {part: _last(part, parts.get(part)) for part in CLEANERS}
     for part, wanted in CLEANERS.items():
-        given = parts.get(part)
-        found = given.get("type") if isinstance(given, dict) else repr(given)
+        found = bert[part].get("type")
         if found != wanted:
             raise DataError(f"{path}: wanted a {part} of type {wanted}, BERT's own, found {found}")
     bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
@@ -368,8 +344,18 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
     except Exception as error:  # `tokenizers` raises nothing narrower
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is no tokenizer of the `tokenizers` library ({reason})") from None
-    normalizer = parts["normalizer"]
+    normalizer = bert["normalizer"]
     return encoder, {theirs: normalizer[ours] for theirs, ours in CLEANING.items() if ours in normalizer}
+
+
+def _last(part: str, found: Any) -> dict[str, Any]:
+    """What comes after our own part of the cleaning; ``found`` as it is if it does not begin with that."""
+    name, ours = OURS[part]
+    whole: dict[str, Any] = found if isinstance(found, dict) else {}
+    match whole.get(name):
+        case [first, dict() as last] if first == ours:
+            return dict(last)
+    return whole
 
 
 def _lines_of(path: Path) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.marks import Marks, count_marks
 from data_prep.tokenizer import CONTINUING, Tokenizer
 
 MOST_CHARACTERS = 1 << 21  # in the words of the cache; it starts anew beyond that: bounded memory
@@ -47,6 +48,7 @@ class Encoded(NamedTuple):
     ids: Ids  # [tokens]
     continues: NDArray[np.uint8]  # [tokens] 1 where a token continues the word of the token before it
     lengths: NDArray[np.int64]  # [sentences] tokens, 0 for a sentence without visible text
+    marks: Marks  # that the tokenizer strips
 
 
 class WordCache:
@@ -63,6 +65,7 @@ class WordCache:
         self._is_inner = np.array([piece.startswith(CONTINUING) for piece in pieces], np.uint8)
         self._splits_chinese = bool(tokenizer.settings["tokenize_chinese_chars"]) and not given_words
         self._lowercase = bool(tokenizer.settings["do_lower_case"])
+        self._strips = tokenizer.strips_accents
         self._clear()
 
     @property
@@ -81,7 +84,8 @@ class WordCache:
         ends = np.cumsum(lengths)
         index = np.repeat(self._starts[numbers] - (ends - lengths), lengths)
         index += np.arange(len(index))
-        return Encoded(self._ids[index], self._continues[index], np.diff(ends[numbers == 0]))
+        marks = Marks(*(int(of_words[numbers].sum()) if of_words.any() else 0 for of_words in self._marks))
+        return Encoded(self._ids[index], self._continues[index], np.diff(ends[numbers == 0]), marks)
 
     def _clear(self) -> None:
         self._numbers = _Numbers({BORDER.encode(): 0})
@@ -90,6 +94,7 @@ class WordCache:
         self._ids = np.empty(0, self._dtype)
         self._continues = np.empty(0, np.uint8)
         self._starts = self._lengths = np.zeros(1, np.int64)  # of each word in the two above
+        self._marks = np.zeros((2, 1), np.int64)  # Marks of each word
 
     def _spell(self, text: str) -> bytes:
         """UTF-8 with a space on either side of Chinese, in lower case as far as ASCII goes, and with MARKS as bytes."""
@@ -144,6 +149,11 @@ class WordCache:
         continues[first] = 0
         self._starts = np.concatenate([self._starts, len(self._ids) + starts])
         self._lengths = np.concatenate([self._lengths, lengths])
+        marks = np.zeros((2, len(words)), np.int64)
+        if self._strips and not all(plain):
+            counted = [count_marks(text) for text, here in zip(texts, plain, strict=True) if not here]
+            marks[:, ~np.array(plain)] = np.transpose(counted)
+        self._marks = np.concatenate([self._marks, marks], axis=1)
         self._ids = np.concatenate([self._ids, ids])
         self._continues = np.concatenate([self._continues, continues])
 

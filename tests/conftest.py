@@ -20,7 +20,7 @@ from data_prep.build import build
 from data_prep.draws import bits
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
-from data_prep.tokenizer import train_tokenizer
+from data_prep.vocab import train_tokenizer
 from trainer import remote
 from trainer.model import ModelConfig
 

@@ -23,6 +23,8 @@ NOWHERE = "no file can be made in the folder nowhere (No such file or directory)
         ([*VOCAB, "--size", "9" * 20], f"--size {'9' * 20}: wanted 1 to 1000000"),
         ([*VOCAB, "--size", "100", "--multiple-of", "1000000000"], "--multiple-of 1000000000: wanted 1 to 65536"),
         ([*VOCAB, "--size", "100", "--multiple-of", "0"], "--multiple-of 0: wanted 1 to 65536"),
+        ([*VOCAB, "--size", "100", "--character-coverage", "1.5"], "--character-coverage 1.5: wanted 0 to 1"),
+        ([*VOCAB, "--size", "100", "--character-coverage", "nan"], "--character-coverage nan: wanted 0 to 1"),
         ([*BUILD, "--masked-share", "nan"], "--masked-share nan: wanted 0.001 to 1"),
         ([*BUILD, "--max-predictions", "0"], "--max-predictions 0: wanted 1 to 65535"),
         ([*BUILD, "--max-predictions", "-1"], "--max-predictions -1: wanted 1 to 65535"),

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from corpora import SPECIAL_IDS, contents, write_tokenizer
 
+from data_prep.__main__ import main
 from data_prep.errors import DataError
-from data_prep.tokenizer import MODEL, SPECIALS, load_tokenizer, train_tokenizer
+from data_prep.tokenizer import MODEL, SPECIALS, load_tokenizer
+from data_prep.vocab import learn_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9"] * 5
@@ -85,6 +87,18 @@ def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
     assert swapped.sha256() != loaded.sha256()
 
 
+def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(tmp_path: Path) -> None:
+    published = load_tokenizer(write_tokenizer(tmp_path / "google", ["glad", "world", "d"]))
+    assert published.sha256() == "3726baf3bd04aa560ede1a6e5e6a32c0ee489ec18d3f2fc6eb34838f9bbcdaf0"
+    assert list(published.encode(["glad\u200bworld d😊"])) == [[1, 1]]
+    ours = published.with_cleaning()
+    ours.save(tmp_path / "ours")
+    again = load_tokenizer(tmp_path / "ours")
+    assert list(again.encode(["glad\u200bworld d😊"])) == [[5, 6, 7, 1]]
+    assert again.sha256() == ours.sha256() == again.with_cleaning().sha256() != published.sha256()
+    assert again.settings == ours.settings
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -97,6 +111,14 @@ def test_saving_keeps_ids_settings_and_hash(tmp_path: Path) -> None:
         ({"tokenizer.json": b'{"model": 1}'}, "is no tokenizer"),
         (
             {"tokenizer.json": b'{"model": ' + json.dumps(MODEL).encode() + b"}"},
+            "type BertNormalizer, BERT's own, found None",
+        ),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": {"type": "Sequence"}}).encode()},
+            "type BertNormalizer, BERT's own, found Sequence",
+        ),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": []}).encode()},
             "type BertNormalizer, BERT's own, found None",
         ),
         (
@@ -137,3 +159,51 @@ def test_bad_folders_are_refused(tmp_path: Path, files: dict[str, bytes] | None,
 def test_a_size_below_the_alphabet_is_refused() -> None:
     with pytest.raises(DataError, match="--size 10 is too small"):
         train_tokenizer(TEXT, 10, cased=False)
+
+
+def frequent_first(count: int, first: int) -> list[str]:
+    """A text of ``count`` different characters, two a word; the k-th about 20,000 / k times, as in a language."""
+    return [f"{chr(first + k) * 2} " * (10_000 // (k + 1) + 1) for k in range(count)]
+
+
+CHINESE, KOREAN = 0x4E00, 0xAC00  # in Korean a character that goes on in a word takes a second piece
+
+
+@pytest.mark.parametrize("first", [CHINESE, KOREAN])
+def test_every_character_has_a_piece_if_the_size_allows(first: int) -> None:
+    text = frequent_first(3000, first)
+    learnt = learn_tokenizer(text, 12_000, cased=True)
+    assert {chr(first + k) for k in range(3000)} <= set(learnt.tokenizer.pieces)
+    assert (learnt.left_out, learnt.share, learnt.limit) == (0, 0.0, None)
+    assert not any(1 in ids for ids in learnt.tokenizer.encode(text))
+
+
+def test_the_size_bounds_the_characters_and_the_rarest_are_left_out() -> None:
+    text = frequent_first(3000, CHINESE)
+    learnt = learn_tokenizer(text, 2005, cased=False)
+    assert set(learnt.tokenizer.pieces) == {*SPECIALS, *(chr(CHINESE + k) for k in range(2000))}
+    assert learnt.left_out == 1000 and learnt.limit == "--size"
+    assert learnt.share == sum(map(len, text[2000:])) / sum(map(len, text))
+
+
+def test_rare_characters_do_not_displace_the_pieces_of_words() -> None:
+    words = {f"{a}{b}{c}" for a in "bdfglmn" for b in "aeiou" for c in "prstvz"}
+    text = [" ".join(sorted(words))] * 2000 + ["".join(chr(CHINESE + k) for k in range(1800))]
+    learnt = learn_tokenizer(text, 1600, cased=False, coverage=0.99)  # which 18 letters cover: 1,000 are learnt
+    assert words <= set(learnt.tokenizer.pieces) and learnt.tokenizer.vocab_size == 1600
+    assert 300 < learnt.left_out < 800 and learnt.limit == "--character-coverage"
+    greedy = learn_tokenizer(text, 1600, cased=False, coverage=1)
+    assert not words <= set(greedy.tokenizer.pieces) and greedy.left_out < learnt.left_out
+    assert greedy.limit == "--size"
+
+
+def test_vocab_says_what_limited_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(frequent_first(3000, CHINESE)), "utf-8")
+    command = ["vocab", "--input", str(text), "--out"]
+    assert main([*command, str(tmp_path / "all"), "--size", "5000"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'all'}: 3,005 pieces, fewer than 5,000: the text has no more\n"
+    assert main([*command, str(tmp_path / "some"), "--size", "2005"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{tmp_path / 'some'}: 2,005 pieces; 1,000 rare characters (")
+    assert said.endswith("% of the text) have none and become [UNK]: a larger --size takes more\n")

@@ -14,6 +14,7 @@ from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest, manifest_hash
 from data_prep.settings import make_settings
+from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.verify import verify
 
 
@@ -36,6 +37,18 @@ def flip(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
+
+
+def test_a_data_set_from_before_the_tokenizer_held_the_cleaning_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "with_cleaning", lambda self: self)
+    text, tokenizer = write_corpus(tmp_path, [20] * 10, 8)
+    build([text], tokenizer, tmp_path / "old", make_settings(32), 1)
+    monkeypatch.undo()
+    assert verify(tmp_path / "old", full=True) == []
+    settings = load_tokenizer(tmp_path / "old" / "tokenizer").settings
+    assert settings["tokenizer_class"] == "BertTokenizer" and "model_input_names" not in settings
 
 
 def test_a_whole_data_set_has_no_problems(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +81,7 @@ def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture
         "shard-00004.copy.tar: foreign",
         "shard-00099.tar: foreign",
         "absent holds no manifest.json",
-        "is not the manifest's tokenizer",
+        "tokenizer: tokenizer.json is missing",
     ]
     assert [sum(name in problem for problem in problems) for name in expected] == [1] * len(problems)
 

@@ -12,17 +12,21 @@ from hypothesis import strategies as st
 
 from data_prep import words as words_module
 from data_prep.cleaning import clean
-from data_prep.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data_prep.marks import count_marks
+from data_prep.tokenizer import Tokenizer, load_tokenizer
+from data_prep.vocab import learn_tokenizer
 from data_prep.words import WordCache
 
 TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9|9 ^ ~"] * 5
 U2 = np.dtype("<u2")
-ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("aAé中喜 \u0301\u0345|,.#'İß”…—")))
+PARTING = "\t\x00\x85\u200b\u200d\u00ad\u20e3\ufe0f\u2028😊👩💻🏽🇩🇪→≠"
+ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("aAé中喜 \u0301\u0345|,.#'İß”…—" + PARTING)))
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["cased", "uncased"])
+@pytest.fixture(scope="module", params=["cased", "uncased", "keeps accents"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return train_tokenizer(TEXT, 150, cased=request.param)
+    kept = request.param == "keeps accents"
+    return learn_tokenizer(TEXT, 150, request.param == "cased", keep_accents=kept).tokenizer
 
 
 @example(sentences=["⁔ — x⁔"])  # two that differ in the middle of three bytes
@@ -31,9 +35,12 @@ def test_ids_are_the_tokenizers_own(tokenizer: Tokenizer, sentences: list[str]) 
     cleaned = [clean(sentence)[0] for sentence in sentences]
     for given_words in (False, True):
         encoded = WordCache(tokenizer, U2, given_words).encode(cleaned)
-        expected = list(tokenizer.encode(cleaned))
+        expected = list(tokenizer.encode(sentences))
+        assert list(tokenizer.encode(cleaned)) == expected
         assert encoded.lengths.tolist() == [len(ids) for ids in expected]
         assert encoded.ids.tolist() == [id for ids in expected for id in ids]
+        text = "".join(cleaned)
+        assert encoded.marks == (count_marks(text) if tokenizer.strips_accents else (0, 0))
         assert encoded.ids.dtype == U2 and encoded.continues.shape == encoded.ids.shape
 
 

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, BertForMaskedLM, pipeline
 
 from data_prep.build import build
 from data_prep.settings import make_settings
-from data_prep.tokenizer import load_tokenizer, train_tokenizer
+from data_prep.tokenizer import load_tokenizer
+from data_prep.vocab import train_tokenizer
 from trainer import export, onnx
 from trainer.checkpoint import find, load_model, load_weights
 from trainer.config import load

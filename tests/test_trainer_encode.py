@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import BertModel
 
-from data_prep.tokenizer import load_tokenizer, train_tokenizer
+from data_prep.tokenizer import load_tokenizer
+from data_prep.vocab import train_tokenizer
 from kernels import backend
 from trainer import encode, export
 from trainer.encode import Pooling, main

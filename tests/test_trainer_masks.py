@@ -17,7 +17,7 @@ from runs import lines, write_config
 from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
-from data_prep.tokenizer import train_tokenizer
+from data_prep.vocab import train_tokenizer
 from trainer.errors import TrainerError
 from trainer.journal import read_lines
 from trainer.loader import DynamicMasks, Loader

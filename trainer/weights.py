@@ -213,7 +213,8 @@ def _require_vocabulary(path: Path, given: PlainWeights, ours: Path, tell: Calla
                 f"{seen[1]} in the shards: {remedy}"
             )
     tell(
-        f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents, added tokens)"
+        f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents, emoji, added "
+        "tokens)"
     )
 
 

@@ -1,0 +1,143 @@
+"""Learning a vocabulary: which characters of a text have a piece, and which pieces of words there is room for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from tokenizers import trainers
+
+from data_prep.errors import DataError
+from data_prep.marks import Marks, count_marks
+from data_prep.tokenizer import BATCH, CONTINUING, DEFAULTS, SPECIALS, SpecialIds, Tokenizer, bert_encoder
+
+LEAST_ALPHABET = 1_000  # characters that are learnt, if the text has as many
+COVERAGE = 0.9999  # of the text's characters: as many more are learnt as it takes, if they fit
+LARGEST_VOCABULARY = 1_000_000  # pieces; the largest of a published BERT, LaBSE, is half of it
+LARGEST_MULTIPLE = 65_536  # no matrix product asks for more
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A tokenizer that was learnt from a text, and what of the text it left out."""
+
+    tokenizer: Tokenizer
+    left_out: int  # characters of the text that have no piece
+    share: float  # of the text's characters, counted as often as they stand there, that these are
+    limit: str | None  # the option that kept them out
+    words: int  # of the text
+    marks: Marks  # that the tokenizer strips
+
+
+def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
+    """The tokenizer that `learn_tokenizer` makes."""
+    return learn_tokenizer(paragraphs, size, cased, multiple_of).tokenizer
+
+
+def learn_tokenizer(
+    paragraphs: Iterable[str],
+    size: int,
+    cased: bool,
+    multiple_of: int = 1,
+    coverage: float = COVERAGE,
+    keep_accents: bool = False,
+) -> Learnt:
+    """Learns a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
+
+    The most frequent characters have a piece each: LEAST_ALPHABET of them, and more until they make up ``coverage`` of
+    the text or ``size`` is used up. Pieces of words come next, and rarer characters last, if there is room.
+
+    The vocabulary is filled up with [unused0], [unused1], ... to a size that is a multiple of ``multiple_of`` (matrix
+    products are fastest for multiples of 8 to 64); these never stand in a text and are never predicted.
+
+    `tokenizers` numbers the characters in the order of a hash table, which differs from run to run, and
+    breaks ties by these numbers. So they are given to it in a fixed order, as if they were special.
+
+    Raises DataError if there is no text, or if ``size`` is too small for LEAST_ALPHABET characters.
+    """
+    settings = DEFAULTS | {"do_lower_case": not cased, "strip_accents": False if keep_accents else None}
+    bare = _new(list(SPECIALS), settings)
+    encoder = bare.encoder
+    words, marks = _count_words(bare, paragraphs)
+    if not words:
+        raise DataError("no text found to learn a vocabulary from")
+    counts = _count_characters(words)
+    following = {character for word in words for character in word[1:]}
+    costs = [1 + (character in following) for character in counts]  # "c" and "##c"
+    wanted = _covering(list(counts.values()), coverage)
+    needed = len(SPECIALS) + sum(costs[:LEAST_ALPHABET])
+    if needed > size:
+        raise DataError(f"--size {size} is too small: the characters alone need {needed}")
+    kept = _fitting(costs[:wanted], size - len(SPECIALS))
+    alphabet = sorted(list(counts)[:kept])
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=[*SPECIALS, *_pieces_of(alphabet, following)],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(_repeated(words), trainer)
+    vocab = encoder.get_vocab()
+    learnt = sorted(vocab, key=vocab.__getitem__)
+    more = kept + _fitting(costs[kept:], size - len(learnt))
+    learnt += _pieces_of(list(counts)[kept:more], following)
+    left_out = list(counts.values())[more:]
+    limit = ("--size" if kept < wanted else "--character-coverage") if left_out else None
+    learnt += [f"[unused{i}]" for i in range(-len(learnt) % multiple_of)]
+    share = sum(left_out) / counts.total()
+    return Learnt(_new(learnt, settings), len(left_out), share, limit, words.total(), marks)
+
+
+def _count_words(tokenizer: Tokenizer, paragraphs: Iterable[str]) -> tuple[Counter[str], Marks]:
+    words: Counter[str] = Counter()
+    stripped = other = 0
+    normalizer, pre_tokenizer = tokenizer.encoder.normalizer, tokenizer.encoder.pre_tokenizer
+    for paragraph in paragraphs:
+        words.update(word for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(paragraph)))
+        if tokenizer.strips_accents:
+            marks = count_marks(paragraph)
+            stripped, other = stripped + marks.stripped, other + marks.other
+    return words, Marks(stripped, other)
+
+
+def _count_characters(words: Counter[str]) -> Counter[str]:
+    """How often each character stands in the text, the most frequent first."""
+    counts: Counter[str] = Counter()
+    for word, count in words.items():
+        for character in word:
+            counts[character] += count
+    return Counter({c: counts[c] for c in sorted(sorted(counts), key=counts.__getitem__, reverse=True)})
+
+
+def _covering(counts: list[int], coverage: float) -> int:
+    """How many characters, the most frequent first, make up ``coverage`` of a text; LEAST_ALPHABET at least."""
+    sums = list(accumulate(counts))
+    return max(bisect_left(sums, coverage * sums[-1]) + 1, min(LEAST_ALPHABET, len(counts)))
+
+
+def _fitting(costs: list[int], room: int) -> int:
+    """How many characters, in their order, need at most ``room`` pieces."""
+    return bisect_right(list(accumulate(costs)), room)
+
+
+def _pieces_of(characters: list[str], following: set[str]) -> list[str]:
+    """``c`` of each character, and ``##c`` of those that go on in a word."""
+    return characters + [CONTINUING + character for character in characters if character in following]
+
+
+def _repeated(words: Counter[str]) -> Iterator[str]:
+    """Each word as often as it was counted: the trainer takes texts, not counts."""
+    for word, count in words.items():
+        for start in range(0, count, BATCH):
+            yield " ".join([word] * min(BATCH, count - start))
+
+
+def _new(pieces: list[str], settings: dict[str, Any]) -> Tokenizer:
+    """A tokenizer of ours; its vocabulary begins with SPECIALS."""
+    specials = SpecialIds(*range(len(SPECIALS)))
+    return Tokenizer(bert_encoder(pieces, settings), pieces, specials, settings).with_cleaning()
