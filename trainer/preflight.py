@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from data_prep.endpoint import listen
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.streams import write_whole_lines
 from trainer import hostfile
@@ -158,9 +159,10 @@ def _try_port(config: Config) -> None:
     if metrics.port is None:
         return
     try:
-        socket.create_server((metrics.address, metrics.port)).close()
-    except OSError as error:
-        where, why = f"{socket.gethostname()}, {metrics.address}", str(error.strerror).partition(" (")[0]
+        listen(metrics.port, metrics.address).close()
+    except (OSError, UnicodeError) as error:  # the last: no name of a host
+        where = f"{socket.gethostname()}, {metrics.address}"
+        why = error.strerror if isinstance(error, OSError) else "no such host"
         raise TrainerError(f"metrics.port {metrics.port} of {where}: {why}; name another, or null") from None
 
 
