@@ -37,6 +37,7 @@ from trainer.meeting import numbers
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, ports
 from trainer.options import OneLineParser
+from trainer.saving import stuck_saves
 from trainer.state import TrainState
 from trainer.weights import fitting
 from trainer.world import World, leave, nccl_said, require_shared, settings, together
@@ -124,6 +125,8 @@ def _foresee(config: Config, phases: list[PhaseData]) -> None:
     """What the run will find in its folder. Raises TrainerError where it would refuse to start."""
     folder = Path(config.run.folder)
     require_own_folder(folder)
+    for reason in stuck_saves(folder).values():
+        say(f"warning: no save will be able to remove {reason}")
     found, passed = newest(folder) if folder.is_dir() else (None, [])
     require_allowed(config, found, passed)
     with torch.device("meta"):
