@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from data_prep.atomic import replacing
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 from data_prep.settings import LATER, Settings
 from data_prep.sources import LeftOut
 from data_prep.tokenizer import SpecialIds
@@ -131,6 +131,8 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
+        if shortage(error):
+            raise
         raise DataError(
             f"{folder} holds no {MANIFEST} ({error.strerror}): not a data set, or its build has not ended; build it or "
             "name another"

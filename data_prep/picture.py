@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.shards import Column, index_path, read_index
 from data_prep.tokenizer import load_tokenizer
@@ -105,6 +105,8 @@ def read_figures(folder: Path, manifest: Manifest) -> Figures:
     try:
         tokens: NDArray[np.int64] = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
+        if shortage(error):
+            raise
         raise DataError(f"{path}: no token counts can be read ({error})") from None
     if tokens.shape != (manifest.tokenizer.vocab_size,):
         raise DataError(f"{path}: shape {tokens.shape} for a vocabulary of {manifest.tokenizer.vocab_size}")

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from data_prep.atomic import replacing
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 
 PREFIX = "shard-"
 NO_PAIR = 2  # is_next of a sample of one segment: there is no second task
@@ -143,6 +143,8 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     try:
         data = memoryview(path.read_bytes())
     except OSError as error:
+        if shortage(error):
+            raise
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     if len(data) != room.sum() + ARCHIVE_END:
         raise DataError(f"{path}: {len(data)} bytes, its index describes {room.sum() + ARCHIVE_END}")
@@ -170,6 +172,8 @@ def read_index(path: Path) -> NDArray[np.int64]:
     try:
         index: NDArray[np.int64] = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
+        if shortage(error):
+            raise
         raise DataError(f"{path}: no index can be read ({error})") from None
     if index.dtype != np.int64 or index.ndim != 2 or index.shape[1] != len(Column) or not len(index):
         raise DataError(f"{path}: no index, but {index.dtype} of shape {index.shape}")

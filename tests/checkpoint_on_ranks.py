@@ -83,7 +83,7 @@ def slow_down(seconds: float, timeout: int) -> None:
         time.sleep(seconds)
         return publish(*arguments)
 
-    saving._publish = slowly
+    saving._publish = slowly  # type: ignore[assignment]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
 

@@ -35,6 +35,7 @@ def link(path: Path, elsewhere: Path) -> None:
 
 def fill(path: Path) -> None:
     """A folder of somebody else's."""
+    path.unlink(missing_ok=True)
     path.mkdir()
     (path / "other").write_text("somebody's")
 
@@ -55,7 +56,7 @@ OBSTACLES: dict[str, tuple[Obstacle, int]] = {  # and how many warnings tell wha
     "a file has the draft's name": (lambda run, far: (run / ".step-00000050.tmp").touch(), 0),
     "a folder has the draft's name": (lambda run, far: fill(run / ".step-00000050.tmp"), 0),
     "a folder has the name of the pointer's draft": (lambda run, far: fill(run / ".latest.tmp"), 0),
-    "a folder has the pointer's name": (lambda run, far: (run / "latest").unlink() or fill(run / "latest"), 1),
+    "a folder has the pointer's name": (lambda run, far: fill(run / "latest"), 1),
 }
 
 

@@ -13,7 +13,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, file_sha256
 from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint import named
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, shortage
 
 
 def tokenizer_of(checkpoint: Path, given: Path | None = None) -> Path:
@@ -48,6 +48,8 @@ def token_counts(folder: Path, manifest: Manifest) -> Tensor:
         known = file_sha256(path) == manifest.token_counts.sha256
         counts = torch.from_numpy(np.load(path)) if known else torch.empty(0)
     except (OSError, ValueError, EOFError) as error:
+        if shortage(error):
+            raise
         raise TrainerError(f"{path} cannot be read ({error}): restore it") from None
     if not known:
         raise TrainerError(f"{path} is not the manifest's (its sha256 differs): restore it or build the shards again")
