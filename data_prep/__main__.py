@@ -13,7 +13,7 @@ from pathlib import Path
 
 from data_prep.build import build
 from data_prep.corpus import Reading, read_paragraphs
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
 from data_prep.manifest import load_manifest
 from data_prep.marks import LIMIT, loss
@@ -26,7 +26,7 @@ from data_prep.verify import verify
 from data_prep.vocab import COVERAGE, LARGEST_MULTIPLE, LARGEST_VOCABULARY, LEAST_ALPHABET, learn_tokenizer
 from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
 
-BAD_INPUT, INTERRUPTED, STOPPED = 2, 130, 143  # exit codes
+FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes; FAILED: to start again may help
 PUBLISHERS = 8  # files sent at once
 VERSIONS = ("tokenizers", "sentencex")  # settings that are found, not chosen
 EXAMPLES = """\
@@ -42,7 +42,10 @@ wikiextractor's wiki_00 and the like need --format wikiextractor"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 0, or 2 after one line on stderr for each problem."""
+    """Runs one command and returns the exit code.
+
+    0, or after one line on stderr for each problem: 2 if the input is wrong, 1 if a resource ran out.
+    """
     options = _parser().parse_args(arguments)
     with stop_on_sigterm():
         return _run(options)
@@ -51,12 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     try:
         return int(options.command(options))
-    except DataError as error:
-        _complain(str(error))
-        return BAD_INPUT
-    except OSError as error:  # a disk that is full or not ours
-        _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        return BAD_INPUT
+    except (DataError, OSError, MemoryError) as error:
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        lacks = shortage(error)
+        _complain(f"{said or type(error).__name__} ({lacks})" if lacks else said)
+        return FAILED if lacks else BAD_INPUT
     except Stopped:
         _complain("stopped by SIGTERM; a build goes on when its command is run again")
         return STOPPED

@@ -50,6 +50,7 @@ from data_prep.settings import Settings
 from data_prep.shards import shard_name, tar_path, write_shard
 from data_prep.sources import LeftOut, Source, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.store import COUNTS, Counted, TokenizedChunk, id_dtype, tokenize_chunk, write_store
+from data_prep.streams import say_error
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import Measured, measure_shard
 from data_prep.workers import Workers, show_progress, start_workers
@@ -115,7 +116,10 @@ def build(
         raise
     loaded.save(out / TOKENIZER_FOLDER)
     save_manifest(out, manifest)
-    shutil.rmtree(job.work)
+    try:
+        shutil.rmtree(job.work)
+    except OSError as error:  # the data set is whole
+        say_error(f"data_prep: warning: {job.work} cannot be removed ({error}): remove it by hand")
     return _finished(manifest, figures)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.encoding import flaw, read_utf8
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 from data_prep.lines import NEAR, Block, read_blocks, read_head
 from data_prep.sources import Source, Where, format_of
 
@@ -262,6 +262,8 @@ def _read_rows(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -
                         left["unwanted"] += 1
                 disk.seek(size * number // file.metadata.num_rows)  # pyarrow reads by a handle of its own
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if shortage(error):
+            raise
         raise DataError(f"{path}: cannot be read after row {number} ({' '.join(str(error).split())})") from None
 
 

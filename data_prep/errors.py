@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+
+# What the machine lacks or fails to do, by error number. None of it is the input's fault, and all of it may pass.
+SHORTAGES = {
+    errno.EMFILE: "out of file descriptors: raise ulimit -n",
+    errno.ENFILE: "the machine is out of file descriptors: raise fs.file-max",
+    errno.ENOSPC: "the disk is full: make room",
+    errno.EDQUOT: "the disk quota is used up: make room",
+    errno.EFBIG: "a file may not grow that large: raise ulimit -f",
+    errno.ENOMEM: "out of memory: free some, or raise ulimit -v",
+    errno.ENOBUFS: "out of memory for the network: free some",
+    errno.EIO: "a disk or its file system fails: see the kernel's log (dmesg)",
+    errno.EREMOTEIO: "a disk or its file system fails: see the kernel's log (dmesg)",
+    **dict.fromkeys(
+        (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.ENOLINK),
+        "a network file system does not answer: check its server",
+    ),
+}
+
 
 class DataError(ValueError):
     """Bad input or a damaged data set. The message is one line: what is wrong, where, what to change."""
@@ -9,3 +28,17 @@ class DataError(ValueError):
 
 class KilledError(DataError):
     """A worker process was killed; nothing is wrong with the input."""
+
+
+def shortage(error: BaseException | None) -> str:
+    """The resource that ran out or the device that failed, and what to do; empty for any other error.
+
+    Looks at the errors that ``error`` arose from, too. Such an error may pass, so to start again may help.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return SHORTAGES[errno.ENOMEM]
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            return SHORTAGES[error.errno]
+        error = error.__cause__ or error.__context__
+    return ""

@@ -90,7 +90,8 @@ def claim(job: Job, mark: str) -> None:
     out, known = job.out, job.work / FINGERPRINT
     if known.exists() and known.read_text() == mark:
         for path in out.rglob(f"*{TEMPORARY}"):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # it is in nobody's way: see `replacing`
+                path.unlink(missing_ok=True)
         return
     found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
     if known.exists() or any(name.startswith(PREFIX) for name in found):
@@ -128,7 +129,7 @@ def release(job: Job) -> None:
 def release_work(job: Job) -> None:
     """Likewise, but for the store, which may be somebody else's folder when it was refused."""
     if not list(job.out.glob(PREFIX + "*")):
-        shutil.rmtree(job.work)
+        shutil.rmtree(job.work, ignore_errors=True)
         with suppress(OSError):  # not empty, or a mount point
             job.out.rmdir()
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import zstandard
 
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what reading a damaged file raises
@@ -60,6 +60,8 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
                 yield Block(number, column, rest[:end], True)
                 number, column, rest = number + rest.count(b"\n"), 0, rest[end + 1 :]
     except DAMAGE as error:
+        if shortage(error):
+            raise
         remedy = "fetch or compress it again, or move it out of the input"
         raise DataError(f"{path}: cannot be read after line {number - 1} ({error}); {remedy}") from None
     if rest:

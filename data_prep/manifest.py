@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 from data_prep.npy import read_integers
 from data_prep.settings import LATER, Settings
 from data_prep.sources import LeftOut
@@ -138,6 +138,8 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
+        if shortage(error):
+            raise
         raise DataError(
             f"{folder} holds no {MANIFEST} ({error.strerror}): not a data set, or its build has not ended; build it or "
             "name another"

@@ -17,6 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from data_prep.endpoint import Endpoint
 from data_prep.errors import DataError
 from data_prep.options import check_place
 from data_prep.streams import say_error
@@ -135,21 +136,19 @@ def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Itera
         yield None
         return
     registry = _registry(figures, "--metrics-port")
-    from prometheus_client import start_http_server
+    from prometheus_client import make_wsgi_app
 
     try:
-        server, thread = start_http_server(port, address, registry)
+        endpoint = Endpoint(port, address, make_wsgi_app(registry))
     except (OSError, OverflowError, UnicodeError) as error:  # the last: no name of a host
         reason = error.strerror if isinstance(error, OSError) else "no such port or host"
         raise DataError(
             f"--metrics-port {port} on {address} cannot be opened ({reason}): choose another, or leave it out"
         ) from None
     try:
-        yield server.server_port
+        yield endpoint.port
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        endpoint.close()
 
 
 def check_textfile(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 
 HEADER = 128  # bytes of header, for arrays of one or two dimensions
 INTEGER = np.dtype("<i8")
@@ -38,6 +38,8 @@ def read_integers(path: Path, *columns: int, sha256: str | None = None, what: st
     try:
         content = path.read_bytes()
     except OSError as error:
+        if shortage(error):
+            raise
         raise DataError(f"{path}: no {what} can be read ({error.strerror})") from None
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{path}: not the {what} in the manifest (its sha256 differs)")

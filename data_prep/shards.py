@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from data_prep.atomic import replacing
-from data_prep.errors import DataError
+from data_prep.errors import DataError, shortage
 from data_prep.npy import HEADER, npy_header, read_integers
 
 PREFIX = "shard-"
@@ -146,6 +146,8 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     try:
         data = memoryview(path.read_bytes())
     except OSError as error:
+        if shortage(error):
+            raise
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     if len(data) != room.sum() + ARCHIVE_END:
         raise DataError(f"{path}: {len(data)} bytes, its index describes {room.sum() + ARCHIVE_END}")

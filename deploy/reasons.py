@@ -13,7 +13,7 @@ from trainer.exits import DONE, FAILED, LOST, REFUSED, STOPPED
 ROOM = 4096  # bytes of a termination message that Kubernetes keeps
 HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory, perhaps: the kernel's log would say so)",
-    signal.SIGBUS: " (/dev/shm is full, perhaps)",
+    signal.SIGBUS: " (/dev/shm is full, perhaps, or a file shrank or failed while it was mapped)",
 }
 
 

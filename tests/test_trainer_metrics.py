@@ -247,7 +247,7 @@ def test_a_checkpoint_that_failed_is_counted_and_told(tmp_path: Path, capsys: py
     assert lines(tmp_path, "checkpoint_failed")[0]["reason"] == "rank 3: no room"
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
-        "lambert: step 7/1000  older checkpoints could not be removed: busy",
+        "lambert: step 7/1000  warning: left behind: busy",
         "lambert: step 8/1000  no checkpoint: rank 3: no room",
     ]
 

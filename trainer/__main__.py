@@ -15,8 +15,8 @@ from kernels import backend
 from trainer.config import Config, load
 from trainer.data import PhaseData, open_phases
 from trainer.engine import resolve_precision
-from trainer.errors import LostError, TrainerError
-from trainer.exits import DONE, INTERRUPTED, LOST, REFUSED, STOPPED
+from trainer.errors import TrainerError, exit_code, explain
+from trainer.exits import DONE, FAILED, INTERRUPTED, LOST, REFUSED, STOPPED
 from trainer.facts import facts
 from trainer.journal import say
 from trainer.network import ports
@@ -75,10 +75,10 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
         with backend.using(config.engine.kernels):
             backend.resolve(world.device.type)
         return config, open_phases(config, world), world
-    except (TrainerError, backend.UnavailableError) as error:
+    except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
-        fail(f"trainer: error: {error}")
+        fail(f"trainer: error: {_text(error)}", exit_code(error))
 
 
 def meet(config: Config, phases: list[PhaseData], world: World) -> None:
@@ -101,10 +101,10 @@ def guard(world: World, action: Callable[[], Result]) -> Result:
     try:
         return action()
     except TrainerError as error:  # one without a text is another rank's, which says it
-        said = f"trainer: rank {world.rank}: error: {error}" if str(error) else ""
-        fail(said, LOST if isinstance(error, LostError) else REFUSED)
-    except OSError as error:
-        fail(f"trainer: rank {world.rank}: error: {error}")
+        said = f"trainer: rank {world.rank}: error: {_text(error)}" if str(error) else ""
+        fail(said, exit_code(error))
+    except (OSError, MemoryError) as error:
+        fail(f"trainer: rank {world.rank}: error: {explain(error)}", exit_code(error))
     except KeyboardInterrupt:
         fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", INTERRUPTED)
     except RuntimeError as error:
@@ -114,6 +114,11 @@ def guard(world: World, action: Callable[[], Result]) -> Result:
         reason = str(error).strip().split("\n")[0].split(". ")[0]
         said = f"lost contact with another rank, whose own line may say why ({where}: {reason}{nccl_reason(error)})"
         fail(f"trainer: rank {world.rank}: {said}", LOST)
+
+
+def _text(error: Exception) -> str:
+    """Its own lines, which may be a list of problems, unless it tells of a shortage."""
+    return explain(error) if exit_code(error) == FAILED else str(error)
 
 
 def fail(message: str, code: int = REFUSED) -> NoReturn:

@@ -35,7 +35,7 @@ from data_prep.manifest import (
 )
 from data_prep.shards import PREFIX, index_limit, index_path, tar_path
 from data_prep.tokenizer import TOKENIZER_FILES, load_proven
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, shortage
 from trainer.remote import POLL, Remote
 
 FETCHERS = 4  # shards at once that a rank fetches
@@ -218,6 +218,8 @@ def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cac
                     (Path(incoming) / MANIFEST).replace(folder / MANIFEST)  # last: now it is a data set
         return Cache(remote, folder, cache.gigabytes * 1e9, turn)
     except OSError as error:
+        if shortage(error):
+            raise
         raise TrainerError(f"cache.folder {root} cannot be used ({error}): name one that can be written") from None
 
 

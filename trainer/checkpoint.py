@@ -29,10 +29,12 @@ from torch import Tensor
 
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.tokenizer import load_tokenizer
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code, explain, shortage
+from trainer.exits import FAILED
 from trainer.model import Bert, ModelConfig
 from trainer.optimizer import LambertOptimizer
 from trainer.partition import Buffer
+from trainer.world import World
 
 FORMAT, VERSION = "lambert-checkpoint", 2
 _NAME = re.compile(r"step-\d{8,}")
@@ -99,11 +101,13 @@ def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkp
 def read(folder: Path) -> Checkpoint:
     """Open one checkpoint and check that its parts, and no others, are there, whole in size.
 
-    Raises TrainerError naming what is missing, foreign, too many or short.
+    Raises TrainerError naming what is missing, foreign, too many or short, and OSError if a shortage prevents reading.
     """
     try:
         tree = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if shortage(error):
+            raise  # it may be whole: an older one must not take its place
         raise TrainerError(f"{folder} is not a whole checkpoint: it has no readable checkpoint.json") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
@@ -190,6 +194,20 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
                 f"checkpoint {checkpoint.folder} is damaged: the sha256 of {name} differs; restore it, or use an older "
                 "checkpoint"
             )
+
+
+def disprove(folder: Path, world: World) -> str:
+    """Why it is no whole checkpoint, as far as this rank's share of the proof tells; empty if it tells nothing.
+
+    Raises OSError if a shortage prevents the proof: another checkpoint must not take this one's place for that.
+    """
+    try:
+        verify(read(folder), world.rank, world.size)
+    except (TrainerError, OSError) as error:
+        if exit_code(error) == FAILED:
+            raise
+        return explain(error)
+    return ""
 
 
 def require_shapes(what: str, theirs: dict[str, torch.Size], ours: dict[str, torch.Size]) -> None:

@@ -22,7 +22,7 @@ import yaml
 from trainer.cache import CacheConfig
 from trainer.checkpoint import CheckpointConfig
 from trainer.engine import EngineConfig
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, shortage
 from trainer.evaluate import EvaluationConfig
 from trainer.metrics import MetricsConfig
 from trainer.model import ModelConfig
@@ -132,6 +132,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except FileNotFoundError:
         raise TrainerError(f"no configuration at {path}: name an existing YAML file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if shortage(error):
+            raise
         raise TrainerError(f"cannot read {path} as YAML: {' '.join(str(error).split())}") from None
     problems: list[str] = []
     if not isinstance(tree, dict):

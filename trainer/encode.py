@@ -35,7 +35,7 @@ from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.batch import Rows
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code, explain
 from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, fit, pack
 from trainer.model import Bert, pool
@@ -263,9 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with backend.using(options.kernels), _lines(options) as (lines, place):
             _run(options, single, read_texts(lines, place, list(filter(None, options.json.split(",")))))
-    except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
-        say_error(f"trainer.encode: error: {one_line(error)}")
-        return 2
+    except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:
+        say_error(f"trainer.encode: error: {one_line(explain(error))}")
+        return exit_code(error)
     return 0
 
 

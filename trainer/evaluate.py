@@ -38,7 +38,7 @@ from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
 from trainer.cache import Cache, CacheConfig, open_cache
 from trainer.checkpoint import find, load_model
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
 from trainer.model import Bert, log_unigrams, nsp_classes
@@ -257,11 +257,11 @@ def main(arguments: list[str] | None = None) -> int:
             if world.size > 1:
                 return _on_ranks(command, world)
             print_result(json.dumps(command(), indent=1))
-    except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
+    except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
-        say_error(f"trainer.evaluate: error: {one_line(error)}")
-        return 2
+        say_error(f"trainer.evaluate: error: {one_line(explain(error))}")
+        return exit_code(error)
     return 0
 
 

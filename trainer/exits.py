@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DONE = 0
-FAILED = 1  # Python's own, with a traceback
+FAILED = 1  # an error nobody foresaw, with a traceback; or a resource ran out, with a line: starting again may help
 REFUSED = 2  # something that a user can mend: starting it again would end the same way
 LOST = 3  # another rank, whose own end says why
 STOPPED = 75  # it was asked to stop, has saved, and can go on: EX_TEMPFAIL of sysexits.h

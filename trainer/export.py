@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -30,8 +31,9 @@ from data_prep.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from trainer import onnx
 from trainer.batch import MicroBatch
 from trainer.checkpoint import find, load_weights, require_finite, sync
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code, explain, shortage
 from trainer.hugging_face import difference, from_hugging_face, missing_heads, to_hugging_face, unused_names
+from trainer.leftovers import drafts, remove, temporary
 from trainer.model import Bert, ModelConfig
 from trainer.model_card import write_card
 from trainer.options import OneLineParser, one_line, print_result
@@ -102,16 +104,17 @@ def metadata_of(tokenizer_sha256: str | None) -> dict[str, str]:
 @contextmanager
 def becoming(out: Path) -> Iterator[Path]:
     """A folder beside ``out`` that takes its name when the block ends well, and is removed when it does not."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
+    for left in drafts(out.parent, re.escape(out.name)):  # by a killed process; what cannot be removed is in no way
+        remove(left)
+    draft = temporary(out)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for path in (*temporary.iterdir(), temporary):
+        draft.mkdir(parents=True)
+        yield draft
+        for path in (*draft.iterdir(), draft):
             sync(path)
-        temporary.replace(out)
+        draft.replace(out)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
     sync(out.parent)
 
 
@@ -130,6 +133,8 @@ def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tup
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        if shortage(error):
+            raise
         raise TrainerError(f"{folder / 'config.json'} cannot be read: {error}; fetch or export it again") from error
     if not isinstance(config, dict):
         raise TrainerError(f"{folder / 'config.json'} holds no object; is this a BERT's folder?")
@@ -218,6 +223,8 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     except (UnpicklingError, EOFError, AttributeError, LookupError):  # whose texts advise to run what the file says
         raise TrainerError(f"{path} cannot be read: it holds no plain weights; fetch or export it again") from None
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+        if shortage(error):
+            raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TrainerError(f"{path} cannot be read: {reason}; fetch or export it again") from error
     return tensors
@@ -333,9 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _run(options)
-    except (TrainerError, OSError, SafetensorError) as error:
-        print(f"trainer.export: error: {one_line(error)}", file=sys.stderr)
-        return 2
+    except (TrainerError, OSError, SafetensorError, MemoryError) as error:
+        print(f"trainer.export: error: {one_line(explain(error))}", file=sys.stderr)
+        return exit_code(error)
     return 0
 
 

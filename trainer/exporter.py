@@ -16,6 +16,7 @@ from typing import Any
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
 
+from data_prep.endpoint import Endpoint
 from trainer.errors import TrainerError
 from trainer.journal import PARTS, SPENT, TASKS, Record
 from trainer.state import TrainState
@@ -101,10 +102,11 @@ class Exporter:
             self("last_step_timestamp_seconds").set(time.time())
         if port is not None and world.is_local_main:
             try:
-                prometheus_client.start_http_server(port, address, self.registry)
-            except OSError as error:
+                Endpoint(port, address, prometheus_client.make_wsgi_app(self.registry))
+            except (OSError, UnicodeError) as error:  # the last: no name of a host
+                reason = error.strerror if isinstance(error, OSError) else "no such host"
                 raise TrainerError(
-                    f"metrics.port {port} on {address} cannot be opened ({error.strerror}): set another metrics.port, "
+                    f"metrics.port {port} on {address} cannot be opened ({reason}): set another metrics.port, "
                     "or null for no exporter"
                 ) from None
 

@@ -20,7 +20,7 @@ from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.batch import IGNORED, MicroBatch, Rows
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code, explain
 from trainer.finetune.task import Example, collate
 from trainer.model import Bert
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
@@ -97,9 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
                 raise TrainerError(f"{options.model} has no MLM head, which alone knows tokens: name one that has it")
             answers = fill_masks(model, load_tokenizer(folder), options.texts, options.top)
         print_result("\n".join(_lines(options.texts, answers)))
-    except (TrainerError, DataError, backend.UnavailableError, OSError) as error:
-        say_error(f"trainer.fill_mask: error: {one_line(error)}")
-        return 2
+    except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:
+        say_error(f"trainer.fill_mask: error: {one_line(explain(error))}")
+        return exit_code(error)
     return 0
 
 

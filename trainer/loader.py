@@ -8,9 +8,9 @@ targets of new masks whose number depends on the draw, and to stop while remote 
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +31,7 @@ from data_prep.masking import Masking, Vocabulary, remask
 from data_prep.shards import NO_PAIR, Column, Sample, decode_sample, index_path, read_index, tar_path
 from trainer.batch import IGNORED, GlobalCounts, MicroBatch
 from trainer.cache import Cache
-from trainer.errors import TrainerError
+from trainer.errors import PassingError, TrainerError, shortage
 from trainer.order import Order, deal
 from trainer.stop import Stop
 
@@ -47,6 +47,18 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # this rank's
     counts: GlobalCounts  # of the global batch
     wait_seconds: float = 0.0  # that training waited for it
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard that is open. Read by system calls: what is mapped kills the process if the file shrinks."""
+
+    path: Path
+    index: NDArray[np.int64]  # (samples, columns)
+    handle: int  # closed when nothing refers to this any longer
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, os.close, self.handle)
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,7 @@ class Loader:
         parts = deal(lengths, self.ranks * micro_batches)
         mine = parts[self.rank :: self.ranks]  # the k-th of all ranks are neighbours, so nearly equal in tokens
         own = np.concatenate(mine)
-        samples, targets = self._samples(picks[own]), int(index[:, Column.MASKED].sum())
+        samples, targets = self._samples(picks[own], index[own]), int(index[:, Column.MASKED].sum())
         if self.masks is not None:  # all of a step at once: half the time of one micro-batch after the other
             samples = self._remasked(samples, picks[own], position + own, self.masks)
             if not self.masks.keeps_counts:
@@ -170,7 +182,7 @@ class Loader:
 
         def read(part: NDArray[np.int64], now: list[int], following: list[int]) -> MicroBatch:
             self._use(now, following)
-            return self._collate(self._samples(picks[part]), part)
+            return self._collate(self._samples(picks[part], self._index_rows(picks[part])), part)
 
         with self._reader() as reader:
             for part, now, following in zip(parts, shards, shards[1:], strict=False):
@@ -205,7 +217,7 @@ class Loader:
     def _use(self, now: list[int], following: list[int]) -> None:
         """See to it that the shards of ``now`` are there, and that those of ``following`` soon will be."""
         if self.cache is not None and (now, following) != self._in_use:
-            self._shard.cache_clear()  # what is mapped takes room, even when it is removed
+            self._shard.cache_clear()  # what is open takes room, even when it is removed
             self._in_use = [], []
             self.cache.want(now, following)
             self._in_use = now, following
@@ -221,40 +233,50 @@ class Loader:
         rows = np.empty((len(picks), len(Column)), np.int64)
         for shard in np.unique(picks[:, 0]):
             chosen = picks[:, 0] == shard
-            rows[chosen] = self._shard(int(shard))[0][picks[chosen, 1]]
+            rows[chosen] = self._shard(int(shard)).index[picks[chosen, 1]]
         return rows
 
-    def _open(self, number: int) -> tuple[NDArray[np.int64], mmap.mmap]:
+    def _open(self, number: int) -> _Shard:
         shard = self.manifest.shards[number]
         path, beside = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
         try:
-            with path.open("rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             index = read_index(beside, shard.index_sha256)  # a shard of another build may well have this size
+            opened = _Shard(path, index, os.open(path, os.O_RDONLY))
+            size = os.fstat(opened.handle).st_size
         except (OSError, ValueError) as error:
-            raise TrainerError(f"shard {path} cannot be read ({error}): {self._remedy}") from None
-        if len(data) != shard.bytes or len(index) != shard.samples:
+            raise self._unreadable(path, error) from None
+        if size != shard.bytes or len(index) != shard.samples:
             raise TrainerError(
-                f"shard {path} has {len(data)} bytes and {len(index)} samples, but the manifest says {shard.bytes} "
+                f"shard {path} has {size} bytes and {len(index)} samples, but the manifest says {shard.bytes} "
                 f"and {shard.samples}: {self._remedy}"
             )
-        return index, data
+        return opened
 
-    def _sample(self, shard: int, row: int) -> Sample:
-        index, data = self._shard(shard)
-        offset, size, _, _, crc = index[row].tolist()
-        payload = data[offset : offset + size]
-        if zlib.crc32(payload) != crc:
-            path = tar_path(self.folder, self.manifest.shards[shard].name)
-            raise TrainerError(f"shard {path} is damaged at sample {row}: its checksum differs; {self._remedy}")
-        try:
-            return decode_sample(payload)
-        except DataError as error:
-            path = tar_path(self.folder, self.manifest.shards[shard].name)
-            raise TrainerError(f"shard {path} is damaged at sample {row}: {error}; {self._remedy}") from None
+    def _unreadable(self, path: Path, error: Exception) -> TrainerError:
+        if lacks := shortage(error):  # nothing is wrong with the shard
+            return PassingError(f"shard {path} cannot be read ({error}): {lacks}")
+        return TrainerError(f"shard {path} cannot be read ({error}): {self._remedy}")
 
-    def _samples(self, picks: NDArray[np.int64]) -> list[Sample]:
-        return [self._sample(shard, row) for shard, row in picks.tolist()]
+    def _samples(self, picks: NDArray[np.int64], index: NDArray[np.int64]) -> list[Sample]:
+        """The samples of (count, 2) picks, whose index rows are (count, columns)."""
+        samples = []
+        columns = index[:, [Column.OFFSET, Column.BYTES, Column.CRC32]]
+        for number, row, offset, size, crc in np.concatenate([picks, columns], axis=1).tolist():
+            shard = self._shard(number)
+            try:
+                payload = os.pread(shard.handle, size, offset)
+            except OSError as error:
+                raise self._unreadable(shard.path, error) from None
+            if zlib.crc32(payload) != crc:
+                wrong = "is damaged at sample {}: its checksum differs"
+                if len(payload) < size:
+                    wrong = "was cut: it ends before sample {} does"
+                raise TrainerError(f"shard {shard.path} {wrong.format(row)}; {self._remedy}")
+            try:
+                samples.append(decode_sample(payload))
+            except DataError as error:
+                raise TrainerError(f"shard {shard.path} is damaged at sample {row}: {error}; {self._remedy}") from None
+        return samples
 
     def _remasked(
         self, samples: list[Sample], picks: NDArray[np.int64], numbers: NDArray[np.int64], masks: DynamicMasks

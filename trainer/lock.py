@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, shortage
 
 PATIENCE = 60.0  # seconds that a command waits for an earlier attempt to end
 NAME = ".lock"  # in the folder; its text says who holds it
@@ -26,6 +26,8 @@ def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if shortage(error):
+            raise
         raise TrainerError(f"{folder} cannot be made ({error.strerror}): name another folder") from None
     file = (folder / NAME).open("a+", encoding="utf-8")
     until, told = time.monotonic() + patience, False

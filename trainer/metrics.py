@@ -216,7 +216,7 @@ class Metrics:
         times = f"in {saved.seconds:.2f} s, training stood still for {saved.stall_seconds:.2f} s"
         self._say(saved.step, f"saved {saved.folder} ({saved.size / 1e6:.1f} MB {times})")
         if saved.leftover:
-            self._say(saved.step, f"older checkpoints could not be removed: {saved.leftover}")
+            self._say(saved.step, f"warning: left behind: {saved.leftover}")
 
     def end(self, how: str, error: BaseException | str | None = None) -> None:
         """Say that the run is "done", "stopped" or "failed", and why. Meets no other rank: pending steps are lost."""

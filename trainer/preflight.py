@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from data_prep.endpoint import listen
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.streams import write_whole_lines
 from trainer import hostfile
@@ -36,6 +37,7 @@ from trainer.meeting import numbers
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, ports
 from trainer.options import OneLineParser
+from trainer.saving import stuck_saves
 from trainer.state import TrainState
 from trainer.weights import fitting
 from trainer.world import World, leave, nccl_said, require_shared, settings, together
@@ -123,6 +125,8 @@ def _foresee(config: Config, phases: list[PhaseData]) -> None:
     """What the run will find in its folder. Raises TrainerError where it would refuse to start."""
     folder = Path(config.run.folder)
     require_own_folder(folder)
+    for reason in stuck_saves(folder).values():
+        say(f"warning: no save will be able to remove {reason}")
     found, passed = newest(folder) if folder.is_dir() else (None, [])
     require_allowed(config, found, passed)
     with torch.device("meta"):
@@ -158,9 +162,10 @@ def _try_port(config: Config) -> None:
     if metrics.port is None:
         return
     try:
-        socket.create_server((metrics.address, metrics.port)).close()
-    except OSError as error:
-        where, why = f"{socket.gethostname()}, {metrics.address}", str(error.strerror).partition(" (")[0]
+        listen(metrics.port, metrics.address).close()
+    except (OSError, UnicodeError) as error:  # the last: no name of a host
+        where = f"{socket.gethostname()}, {metrics.address}"
+        why = error.strerror if isinstance(error, OSError) else "no such host"
         raise TrainerError(f"metrics.port {metrics.port} of {where}: {why}; name another, or null") from None
 
 

@@ -19,8 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from data_prep.atomic import replacing
 from data_prep.streams import say_error
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code
 from trainer.history import History, read_history
 from trainer.journal import TASKS
 from trainer.options import OneLineParser, print_result
@@ -56,17 +57,16 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         history = read_history(folder)
         references = fitting(folder) if options.references else []
-        with rc_context(STYLE):
-            draw(history, str(folder), references).savefig(part := path.with_suffix(".part"), dpi=100, format="png")
-        part.replace(path)
+        with rc_context(STYLE), replacing(path) as file:
+            draw(history, str(folder), references).savefig(file, dpi=100, format="png")
         told = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
         print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in told)]))
     except TrainerError as error:
         say_error(f"trainer.report: error: {error}")
-        return 2
+        return exit_code(error)
     except OSError as error:
         say_error(f"trainer.report: error: {path} cannot be written: {error.strerror}")
-        return 2
+        return exit_code(error)
     return 0
 
 

@@ -24,11 +24,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer import checkpoint
+from data_prep.atomic import replacing
+from trainer import checkpoint, leftovers
 from trainer.checkpoint import CheckpointConfig
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, explain
+from trainer.leftovers import move_aside, remove, temporary
 from trainer.optimizer import LambertOptimizer
-from trainer.world import World
+from trainer.world import World, broadcast_text
 
 POLL_SECONDS = 0.01  # between two looks of a rank that waits
 _REASON_BYTES = 400  # of a failure's text on its way to the other ranks
@@ -45,7 +47,7 @@ class Saved:
     stall_seconds: float  # that training stood still for it
     seconds: float  # from its step's border to its name on the disk
     ended: float  # Unix time
-    leftover: str = ""  # why older checkpoints could not be removed; empty when they could
+    leftover: str = ""  # what should be gone and is not, with its path and the reason; each told once
 
 
 @dataclass
@@ -55,6 +57,7 @@ class _Save:
     step: int
     folder: Path
     record: dict[str, Any]
+    temporary: Path = Path()  # the folder until it has its name, the same on all ranks
     begun: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
     thread: Thread | None = None
@@ -66,10 +69,6 @@ class _Save:
     seconds: float = 0.0
     ended: float = field(default_factory=time.time)
 
-    @property
-    def temporary(self) -> Path:
-        return self.folder.with_name(f".{self.folder.name}.tmp")
-
 
 class Saver:
     """Saves a run's checkpoints under ``root``, one at a time. Every rank makes every call, at the same step.
@@ -80,6 +79,7 @@ class Saver:
     def __init__(self, root: Path, config: CheckpointConfig, optimizer: LambertOptimizer, world: World) -> None:
         self.root, self.config, self.optimizer, self.world = root, config, optimizer, world
         self.last: Saved | None = None
+        self.warned: set[Path] = set()  # leftovers that were told
         self._running: _Save | None = None
 
     def save(self, step: int, record: dict[str, Any]) -> list[Saved]:
@@ -125,17 +125,23 @@ class Saver:
 
     def _begin(self, save: _Save) -> _Save:
         def make_folder() -> None:
-            for path in self.root.glob(".step-*.tmp"):  # what a killed or failed save left: no other is running
-                shutil.rmtree(path)
+            for path in drafts(self.root):  # what a killed or failed save left: no other is running
+                remove(path)
+            save.temporary = temporary(save.folder)
             save.temporary.mkdir(parents=True)
 
         failure = attempt(make_folder) if self.world.is_main else ""
-        if first_failure(failure, self.world):  # also the sign that the folder is there
+        if first_failure(failure, self.world):
             save.failure = failure
             return save
-        part = _Part(*_copy(self.optimizer, self.world), self.world.rank, self.world.size)
-        save.thread = Thread(target=self._write, args=(save, part), name="saver", daemon=True)
-        save.thread.start()
+        save.temporary = self.root / broadcast_text(save.temporary.name, self.world)  # also the sign that it is there
+        try:
+            part = _Part(*_copy(self.optimizer, self.world), self.world.rank, self.world.size)
+            thread = Thread(target=self._write, args=(save, part), name="saver", daemon=True)
+            thread.start()
+            save.thread = thread
+        except (MemoryError, RuntimeError) as error:  # PyTorch's word for no memory, and Python's for no more threads
+            save.failure = explain(error)
         save.stall_seconds = time.perf_counter() - save.begun
         return save
 
@@ -145,8 +151,10 @@ class Saver:
         def write() -> None:
             part.write(save.temporary)
             if self.world.is_main and (parts := _wait_for_parts(save.temporary, self.world.size, save.abandoned)):
-                save.size = _publish(save, parts, part.shapes)
-                save.leftover = attempt(lambda: prune(self.root, self.config, save.step))
+                save.size, left = _publish(save, parts, part.shapes)
+                left |= prune(self.root, self.config, save.step)
+                save.leftover = "; ".join(reason for path, reason in left.items() if path not in self.warned)
+                self.warned.update(left)
 
         failure = attempt(write)
         save.seconds, save.ended = time.perf_counter() - save.begun, time.time()
@@ -157,8 +165,8 @@ def attempt(action: Callable[[], None]) -> str:
     """Why ``action`` could not be done, in one line; empty when it was."""
     try:
         action()
-    except (TrainerError, OSError, SafetensorError) as error:
-        return " ".join(str(error).split()) or type(error).__name__
+    except (TrainerError, OSError, SafetensorError, MemoryError) as error:
+        return explain(error)
     return ""
 
 
@@ -172,20 +180,34 @@ def first_failure(failure: str, world: World) -> str:
     return next((text for text in texts if text), "")
 
 
-def prune(root: Path, config: CheckpointConfig, step: int) -> None:
+def drafts(root: Path) -> list[Path]:
+    """What killed saves left of checkpoints."""
+    return leftovers.drafts(root, r"step-\d{8,}")
+
+
+def stuck_saves(root: Path) -> dict[Path, str]:
+    """What no save under ``root`` will be able to remove, with the reason; nothing is changed."""
+    return leftovers.stuck([*drafts(root), *checkpoint.named(root)])
+
+
+def prune(root: Path, config: CheckpointConfig, step: int) -> dict[Path, str]:
     """Remove the checkpoints up to ``step`` that ``config`` does not keep, and what killed saves left.
 
-    Folders of later steps are none of this run's past: a resume passed them over, and a person may want them.
+    Returns what cannot be removed, with the reason. Folders of later steps are none of this run's past: a resume passed
+    them over, and a person may want them.
     """
-    for path in root.glob(".step-*.tmp"):
-        shutil.rmtree(path)
     past = sorted((f for f in checkpoint.named(root) if checkpoint.step_of(f) <= step), key=checkpoint.step_of)
-    often = config.keep_every_steps
-    for folder in past[: -config.keep]:
-        if often is None or checkpoint.step_of(folder) % often:
-            gone = folder.with_name(f".{folder.name}.tmp")
-            folder.rename(gone)  # at once: no moment shows half of it under its name
-            shutil.rmtree(gone)
+    often, left = config.keep_every_steps, dict[Path, str]()
+    for path in (path for path in past[: -config.keep] if often is None or checkpoint.step_of(path) % often):
+        if path.is_symlink():  # somebody moved it to another disk
+            left |= leftovers.stuck([path])
+            continue
+        try:
+            move_aside(path)  # at once: no moment shows half of it under its name
+        except OSError as error:
+            left[path] = f"{path}: {error.strerror}"
+    reasons = {path: remove(path) for path in drafts(root)}
+    return left | {path: reason for path, reason in reasons.items() if reason}
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------
@@ -248,8 +270,11 @@ def _wait_for_parts(folder: Path, ranks: int, abandoned: Event) -> list[dict[str
     return parts
 
 
-def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> int:
-    """Give the folder its name, and then ``latest`` its. Returns the checkpoint's bytes."""
+def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> tuple[int, dict[Path, str]]:
+    """Give the folder its name, and then write ``latest``.
+
+    Returns the checkpoint's bytes, and why ``latest`` cannot be written, which only people and tools miss.
+    """
     tree = {
         "format": checkpoint.FORMAT,
         "version": checkpoint.VERSION,
@@ -257,14 +282,17 @@ def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.S
         "parts": parts,
         "record": save.record,
     }
-    listing, pointer = save.temporary / "checkpoint.json", save.folder.with_name(".latest.tmp")
+    listing, pointer = save.temporary / "checkpoint.json", save.folder.with_name("latest")
     listing.write_text(json.dumps({**tree, "sha256": checkpoint.tree_sha256(tree)}, indent=1), encoding="utf-8")
-    pointer.write_text(save.folder.name + "\n", encoding="utf-8")
-    for path in (listing, pointer, save.temporary):
+    for path in (listing, save.temporary):
         checkpoint.sync(path)
     size = sum(path.stat().st_size for path in save.temporary.iterdir())
-    shutil.rmtree(save.folder, ignore_errors=True)  # the same step, damaged: a resume passed it over
+    move_aside(save.folder)  # the same step, damaged: a resume passed it over
     os.replace(save.temporary, save.folder)
-    os.replace(pointer, save.folder.with_name("latest"))
     checkpoint.sync(save.folder.parent)
-    return size
+    try:
+        with replacing(pointer) as file:
+            file.write(f"{save.folder.name}\n".encode())
+    except OSError as error:
+        return size, {pointer: f"{pointer} cannot be written: {error.strerror}"}
+    return size, {}

@@ -21,15 +21,16 @@ from trainer.changes import Setup, since, spelled
 from trainer.config import Config, fingerprint, to_tree
 from trainer.data import PhaseData
 from trainer.engine import Engine
-from trainer.errors import TrainerError
+from trainer.errors import PassingError, TrainerError, exit_code, explain
 from trainer.evaluate import evaluate
+from trainer.exits import FAILED
 from trainer.identity import identity, require_allowed, require_own_folder, require_same_run
 from trainer.journal import say
 from trainer.lock import PATIENCE, hold
 from trainer.metrics import Metrics, Subject, device_facts
 from trainer.model import Bert
 from trainer.network import falls_to_tcp, spoken
-from trainer.saving import Saver, attempt, first_failure
+from trainer.saving import Saver, first_failure, stuck_saves
 from trainer.schedule import learning_rate
 from trainer.state import TrainState
 from trainer.stop import Stop
@@ -52,6 +53,7 @@ class Run:
         watch = Stopwatch(world.device)
         self.lock = together(self._hold, world)
         require_shared(self.folder, world)
+        self.identity = together(partial(identity, config, self.phases), world)  # once: a save reads no other files
         self.found = self._choose()  # before anything of the folder changes: it may be another run's
         self.metrics = together(partial(self._open_folder, watch), world)
         try:
@@ -63,10 +65,12 @@ class Run:
             raise
         limit_waits(config.run.timeout_seconds)
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
+        self._warn_of_leftovers()
         self.saved = -1  # the step of the newest checkpoint
         self.figures: dict[str, float] = {}  # held out, of this step, if it was evaluated
         self.owes = False  # whether this step is still to be evaluated: a stop saves first
         self.reached = ""  # those that end the run, once they do
+        self.border: TrainState | None = None  # the state that the weights are of; None in a step
 
     @property
     def over(self) -> bool:
@@ -104,6 +108,11 @@ class Run:
         )
         return Metrics(self.config.metrics, subject, self.world, watch)
 
+    def _warn_of_leftovers(self) -> None:
+        for path, reason in stuck_saves(self.folder).items() if self.world.is_main else ():
+            self._say(f"warning: no save will be able to remove {reason}")
+            self.saver.warned.add(path)
+
     def restore(self) -> TrainState:
         """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which."""
         if self.found is None:
@@ -131,7 +140,7 @@ class Run:
         told: set[str] = set()
         while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
             folder = self.folder / name
-            failure = first_failure(attempt(partial(self._prove, folder)), self.world)
+            failure = first_failure(together(partial(checkpoint.disprove, folder, self.world), self.world), self.world)
             if not failure:
                 together(partial(self._require_same, folder), self.world)
                 return folder
@@ -139,7 +148,7 @@ class Run:
         return None
 
     def _require_same(self, folder: Path) -> None:
-        require_same_run(checkpoint.read(folder).record, identity(self.config, self.phases), self.config.phases, folder)
+        require_same_run(checkpoint.read(folder).record, self.identity, self.config.phases, folder)
 
     def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
         """The name of the checkpoint to go on from, empty for a fresh start; rank 0 tells each reason once."""
@@ -152,9 +161,6 @@ class Run:
         told.update(passed)
         require_allowed(self.config, found, passed)
         return "" if found is None else found.folder.name
-
-    def _prove(self, folder: Path) -> None:
-        checkpoint.verify(checkpoint.read(folder), self.world.rank, self.world.size)
 
     def _load(self, folder: Path) -> checkpoint.Checkpoint:
         found = checkpoint.read(folder)
@@ -196,7 +202,7 @@ class Run:
             "precision": self.engine.precision,
             "optimizer": {"steps": self.engine.optimizer.steps},
             "heldout": self.figures,
-            "identity": identity(self.config, self.phases),
+            "identity": self.identity,
             "config": to_tree(self.config),
         }
 
@@ -240,12 +246,25 @@ class Run:
         last = self.saver.last
         if last is not None and last.failure:
             said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): mend that"
-            raise TrainerError(f"{said}; the same command goes on from the one before" if self.world.is_main else "")
+            raise PassingError(f"{said}; the same command goes on from the one before" if self.world.is_main else "")
         how = "reached" if self.reached else "done" if state.phase == len(self.phases) else "stopped"
         text = json.dumps({"how": how, "step": state.step}) + "\n"
         together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
         self.metrics.spend("checkpoint")
         self.metrics.end("done" if self.reached else how, f"reached {self.reached}" if self.reached else None)
+
+    def rescue(self, error: BaseException) -> None:
+        """Save the steps since the last checkpoint if ``error`` is a shortage between two steps.
+
+        Only a rank that is alone: the others of a larger run are in the next step already, and cannot save this one.
+        """
+        state = self.border
+        if exit_code(error) != FAILED or self.world.size > 1 or state is None or state.step in (0, self.saved):
+            return
+        self._say(f"{explain(error)}: saving step {state.step} before the end")
+        self.save(state, due=True)
+        for saved in self.saver.finish():
+            self.metrics.checkpoint(saved)
 
     def fail(self, error: BaseException) -> None:
         """Let the monitors know before this process ends; others may be gone by now."""
@@ -267,6 +286,7 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
         return _train(run)
     except BaseException as error:
         error.add_note(f"after step {run.metrics.reached}")
+        run.rescue(error)
         run.fail(error)
         raise
     finally:
@@ -276,7 +296,7 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
 
 
 def _train(run: Run) -> TrainState:
-    state = run.restore()
+    state = run.border = run.restore()
     _describe(run, state)
     run.catch_up(state)
     state = run.entering(state)
@@ -285,9 +305,9 @@ def _train(run: Run) -> TrainState:
         steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
         with closing(steps):
             for batch in steps:
-                rate = learning_rate(data.phase, state.phase_step + 1)
+                rate, run.border = learning_rate(data.phase, state.phase_step + 1), None
                 result = run.engine.step(batch.micro_batches, batch.counts, state.attempts, rate)
-                state = state.after(batch, result.applied)
+                state = run.border = state.after(batch, result.applied)
                 done = state.phase_step == data.phase.steps
                 run.metrics.step(state, batch, result, rate)
                 run.stop.agreed(state.attempts)

@@ -23,9 +23,10 @@ from data_prep.errors import DataError
 from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer.checkpoint import find, load_weights, named, require_finite, require_shapes, sync
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code, explain, shortage
 from trainer.export import read_folder
 from trainer.hugging_face import missing_heads
+from trainer.leftovers import temporary
 from trainer.model import Bert, Encoder, ModelConfig
 from trainer.optimizer import LambertOptimizer
 from trainer.options import OneLineParser, one_line, print_result
@@ -183,6 +184,8 @@ def _read_file(path: Path) -> PlainWeights:
                 raise ValueError("; ".join(problems))
             return PlainWeights(tensors, model, sha256=metadata.get("tokenizer"))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
+        if shortage(error):
+            raise
         raise TrainerError(
             f"{path} cannot be read as weights ({' '.join(str(error).split())}): name a file of trainer.weights, a "
             "run's folder, or a Hugging Face BERT's"
@@ -248,15 +251,15 @@ def write(weights: dict[str, Tensor], model: ModelConfig, out: Path, tokenizer: 
     Raises TrainerError if ``out`` is there, or its folder is not.
     """
     require_new(out)
-    temporary = out.with_name(f".{out.name}.tmp")
+    draft = temporary(out)
     try:
         known = {} if tokenizer is None else {"tokenizer": tokenizer}
-        save_file(weights, temporary, metadata={"model": json.dumps(asdict(model)), **known})
-        temporary.chmod(0o644)  # safetensors leaves it to its owner alone
-        sync(temporary)
-        temporary.replace(out)
+        save_file(weights, draft, metadata={"model": json.dumps(asdict(model)), **known})
+        draft.chmod(0o644)  # safetensors leaves it to its owner alone
+        sync(draft)
+        draft.replace(out)
     except (OSError, SafetensorError):
-        temporary.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
     sync(out.parent)
 
@@ -284,9 +287,9 @@ def main(arguments: list[str] | None = None) -> int:
         sha256 = tokenizer_of(found, tell)[1].sha256() if own_folder(found).is_dir() else recorded(found.record)
         write(weights, ModelConfig(**found.record["config"]["model"]), options.out, sha256)
         print_result(f"{options.out}: {found.folder}")
-    except (TrainerError, DataError, OSError, SafetensorError) as error:
-        say_error(f"trainer.weights: error: {one_line(error)}")
-        return 2
+    except (TrainerError, DataError, OSError, SafetensorError, MemoryError) as error:
+        say_error(f"trainer.weights: error: {one_line(explain(error))}")
+        return exit_code(error)
     return 0
 
 

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from data_prep.streams import end_process, say_error
-from trainer.errors import LostError, TrainerError
+from trainer.errors import LostError, PassingError, TrainerError, exit_code, explain
+from trainer.exits import FAILED
 from trainer.launchers import MPI, describe, on_one_node
 from trainer.meeting import Account, Meeting, meet
 
@@ -216,20 +217,22 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
 def together(action: Callable[[], Result], world: World) -> Result:
     """``action()`` of this rank, if it went well on all of them; every rank calls it.
 
-    What fails on one rank must not leave the others waiting in the next collective. Raises TrainerError on
-    every rank: with the reason on the first one that failed, without a text on the others.
+    What fails on one rank must not leave the others waiting in the next collective. Raises TrainerError on every rank
+    if any refuses, else PassingError: with the reason on the first one that failed, without a text on the others.
     """
-    failure, result = "", None
+    failure, lacks, result = "", False, None
     try:
         result = action()
     except TrainerError as error:
-        failure = str(error)
-    except (OSError, SafetensorError) as error:
-        failure = " ".join(str(error).split()) or type(error).__name__
-    first = torch.tensor(world.rank if failure else world.size, device=world.device)
+        failure, lacks = str(error), exit_code(error) == FAILED
+    except (OSError, SafetensorError, MemoryError) as error:
+        failure, lacks = explain(error), exit_code(error) == FAILED
+    place = world.rank + lacks * world.size if failure else 2 * world.size  # a refusal comes first
+    first = torch.tensor(place, device=world.device)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)
-    if first.item() < world.size:
-        raise TrainerError(failure if world.rank == first.item() else "")
+    if first.item() < 2 * world.size:
+        kind = TrainerError if first.item() < world.size else PassingError
+        raise kind(failure if place == first.item() else "")
     return cast(Result, result)
 
 

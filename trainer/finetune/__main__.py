@@ -19,7 +19,7 @@ from kernels import backend
 from trainer.__main__ import fail, guard
 from trainer.checkpoint import file_sha256
 from trainer.engine import EngineConfig, resolve_precision
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE, STOPPED
 from trainer.finetune.data import Part, Table, read_part, read_training
 from trainer.finetune.formats import split_name
@@ -66,10 +66,10 @@ def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part 
             kernels = backend.resolve(world.device.type)
         tell(f"{world.size} of {world.device.type}, {precision}, kernels: {kernels.name} ({kernels.reason})")
         return options, world, *make_job(options, tell)
-    except (TrainerError, backend.UnavailableError, OSError) as error:
+    except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
-        fail(f"trainer.finetune: error: {by_option(one_line(error))}")
+        fail(f"trainer.finetune: error: {by_option(one_line(explain(error)))}", exit_code(error))
 
 
 def by_option(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encoding import flaw
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, shortage
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, which JSON writes as two
 
@@ -19,6 +19,8 @@ def read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
+        if shortage(error):
+            raise
         raise TrainerError(f"{path} cannot be read ({error.strerror})") from None
     if flaw(data):
         for number, line in enumerate(data.split(b"\n"), 1):

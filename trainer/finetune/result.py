@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import sync
+from data_prep.atomic import replacing
 from trainer.errors import TrainerError
 from trainer.finetune.options import Setting
 from trainer.world import World, broadcast_text, together
@@ -69,10 +69,8 @@ def summarise(results: Sequence[Result], measure: str) -> list[Row]:
 
 def write_json(path: Path, tree: Any) -> None:
     """Plain data as a file, whole or not at all."""
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    sync(draft)
-    draft.replace(path)
+    with replacing(path) as file:
+        file.write((json.dumps(tree, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from trainer import checkpoint, weights
 from trainer.changes import Changes, differing, spelled
 from trainer.checkpoint import CheckpointConfig
 from trainer.engine import Engine, EngineConfig, StepResult
-from trainer.errors import DivergedError, NotFiniteError, TrainerError
+from trainer.errors import DivergedError, NotFiniteError, PassingError, TrainerError
 from trainer.finetune.data import Part, Table, cut_of, take
 from trainer.finetune.meter import Meter
 from trainer.finetune.options import Options, Setting
@@ -26,11 +26,12 @@ from trainer.finetune.result import RESULT, Result, write_json
 from trainer.finetune.score import answer, judge
 from trainer.finetune.task import Task, TaskModel
 from trainer.journal import say
+from trainer.leftovers import drafts, move_aside, remove, temporary
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
 from trainer.order import Order
 from trainer.partition import fill_masters
-from trainer.saving import Saved, Saver, attempt, first_failure
+from trainer.saving import Saved, Saver, first_failure
 from trainer.schedule import Phase, learning_rate
 from trainer.stop import Stop
 from trainer.world import World, broadcast_text, limit_waits, together
@@ -195,8 +196,7 @@ class Run:
         told: set[str] = set()
         while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
             folder = self.folder / name
-            proven = attempt(lambda: checkpoint.verify(checkpoint.read(folder), self.world.rank, self.world.size))  # noqa: B023
-            failure = first_failure(proven, self.world)
+            failure = first_failure(together(partial(checkpoint.disprove, folder, self.world), self.world), self.world)
             if not failure:
                 state, changed = together(partial(self._load, folder), self.world)
                 self.engine.refresh_weights()
@@ -264,6 +264,8 @@ class Run:
 
     def _saved(self, ended: list[Saved], best_at: int) -> None:
         for saved in ended:
+            if saved.leftover:
+                self._say(f"warning: left behind: {saved.leftover}")
             if saved.failure:
                 self._say(f"step {saved.step} could not be saved ({saved.failure}): mend that; the run goes on")
             self._keep_best(best_at)
@@ -275,11 +277,13 @@ class Run:
             source, kept = self.folder / f"step-{step:08d}", self.folder / BEST
             if not self.world.is_main or (kept / source.name).is_dir() or not source.is_dir():
                 return
-            shutil.rmtree(kept, ignore_errors=True)
-            draft = self.folder / f".{BEST}.tmp"
-            shutil.rmtree(draft, ignore_errors=True)
+            draft = temporary(kept)
             shutil.copytree(source, draft / source.name, copy_function=_link)
+            move_aside(kept)
             draft.replace(kept)
+            for path in drafts(self.folder, BEST):
+                if reason := remove(path):
+                    self._say(f"warning: left behind: {reason}")
 
         together(keep, self.world)
 
@@ -288,7 +292,7 @@ class Run:
         self._saved(self.saver.finish(), state.best_at)
         last = self.saver.last
         if last is not None and last.failure:
-            raise TrainerError(f"step {last.step} could not be saved: {last.failure}" if self.world.is_main else "")
+            raise PassingError(f"step {last.step} could not be saved: {last.failure}" if self.world.is_main else "")
 
     def _config(self) -> dict[str, Any]:
         """What a run that goes on may change, beside its model."""

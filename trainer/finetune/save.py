@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from trainer.errors import TrainerError
 from trainer.export import TOLERANCE, becoming, config_of, limit_length, load_transformers, metadata_of, random_batch
 from trainer.finetune.task import Task, TaskBatch, TaskModel
 from trainer.hugging_face import to_hugging_face
+from trainer.leftovers import move_aside, remove
 from trainer.model import Bert, ModelConfig
 from trainer.proof import Facts, check_tokenizer, config_facts, require_equal
 
@@ -67,7 +67,9 @@ def write_model(
             said = f"{out}: {task.export_class}, {prove(draft, weights, model, task, tokenizer)}"
         else:
             said = f"{out}: transformers has no class for this head: weights under Lambert's own names"
-        shutil.rmtree(out, ignore_errors=True)
+        older = move_aside(out)
+    if older is not None and (reason := remove(older)):
+        tell(f"warning: left behind: {reason}")
     tell(said)
 
 

@@ -1,0 +1,168 @@
+"""An HTTP endpoint for Prometheus that no client can turn against the program behind it.
+
+One thread serves every connection. It bounds how many there are, how many bytes a request has, how long a connection
+lives and how many are accepted a second. A client that floods the port costs scrapes, but none of the program's
+descriptors, memory or processor time beyond these bounds.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import Any
+
+CONNECTIONS = 16  # open at once; one more closes the oldest
+REQUEST_BYTES = 8 << 10
+SECONDS = 10.0  # from accepting a connection to the end of the answer; Prometheus gives up then, too, by default
+PAUSE = 0.05  # seconds after each accepted connection: at most 20 a second
+POLL = 0.2  # seconds between two looks at the clock
+# what a request may make an application raise; it is answered, and the next client gets its own answer
+PROVOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+Application = Callable[[dict[str, str], Callable[[str, list[tuple[str, str]]], Any]], Iterable[bytes]]  # WSGI's
+
+
+def listen(port: int, address: str) -> socket.socket:
+    """A socket that listens there, for IPv4 or IPv6 as ``address`` says; port 0: the system chooses.
+
+    Raises OSError, OverflowError or UnicodeError if there is no such port or host, or it is taken.
+    """
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((place[0], port))
+        listener.listen(CONNECTIONS)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    until: float  # time.monotonic() at which it is closed
+    request: bytearray = field(default_factory=bytearray)
+    answer: memoryview | None = None  # what is still to be sent, once the request is whole
+
+
+class Endpoint:
+    """Answers HTTP requests with ``application`` from a thread of its own until it is closed, or the process ends.
+
+    Raises what `listen` raises.
+    """
+
+    def __init__(self, port: int, address: str, application: Application) -> None:
+        self.application = application
+        self._listener = listen(port, address)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
+        self._ended = Event()
+        self._thread = Thread(target=self._serve, name="endpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and free the port."""
+        self._ended.set()
+        self._thread.join()
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._selector.close()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            for key, _ in self._selector.select(POLL):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fd in self._connections:  # else it was closed to make room for a newer one
+                    self._advance(self._connections[key.fd])
+            now = time.monotonic()
+            for connection in [each for each in self._connections.values() if each.until < now]:
+                self._drop(connection)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except (OSError, MemoryError):  # the client has gone, or the process has no descriptor left: it waits its turn
+            time.sleep(PAUSE)
+            return
+        connection = _Connection(accepted, time.monotonic() + SECONDS)
+        if len(self._connections) >= CONNECTIONS:
+            self._drop(next(iter(self._connections.values())))
+        self._connections[accepted.fileno()] = connection
+        try:
+            accepted.setblocking(False)
+            self._selector.register(accepted, selectors.EVENT_READ)
+        except (OSError, MemoryError):
+            self._drop(connection)
+        time.sleep(PAUSE)
+
+    def _advance(self, connection: _Connection) -> None:
+        """Receive or send what is possible without waiting."""
+        try:
+            if connection.answer is None:
+                self._receive(connection)
+            else:
+                connection.answer = connection.answer[connection.socket.send(connection.answer) :]
+            done = connection.answer is not None and not connection.answer
+        except (OSError, MemoryError):
+            done = True
+        if done:
+            self._drop(connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        data = connection.socket.recv(REQUEST_BYTES)
+        if not data:
+            raise ConnectionResetError("it was closed before its request was whole")
+        connection.request += data
+        head, end, _ = bytes(connection.request).replace(b"\r\n", b"\n").partition(b"\n\n")
+        if len(connection.request) > REQUEST_BYTES:
+            answer = _response("431 Request Header Fields Too Large", [], b"")
+        elif end:
+            answer = respond(head.decode("latin-1"), self.application)
+        else:
+            return
+        connection.answer = memoryview(answer)
+        self._selector.modify(connection.socket, selectors.EVENT_WRITE)
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._connections[connection.socket.fileno()]
+        with suppress(OSError, KeyError):  # it was never registered
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+
+
+def respond(head: str, application: Application) -> bytes:
+    """The answer to a request's first line and headers, parted by LF."""
+    first, *lines = head.split("\n")
+    method, _, target = first.partition(" ")
+    path, _, query = target.partition(" ")[0].partition("?")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
+    environ |= {
+        f"HTTP_{name.upper().replace('-', '_')}": headers[name]
+        for name in ("accept", "accept-encoding")
+        if name in headers
+    }
+    started: list[Any] = []
+    try:
+        body = b"".join(application(environ, lambda *told: started.extend(told)))
+        status, fields = started
+    except PROVOKED as error:
+        status, fields, body = "500 Internal Server Error", [], f"{error!r}\n".encode()
+    return _response(status, fields, body)
+
+
+def _response(status: str, fields: list[tuple[str, str]], body: bytes) -> bytes:
+    fields = [*fields, ("Content-Length", str(len(body))), ("Connection", "close")]
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in fields), "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body
