@@ -114,7 +114,7 @@ def test_transformers_gives_them_no_probability_in_any_dtype(dtype: torch.dtype,
 def test_onnx_gives_them_no_probability(filled: Path) -> None:
     pytest.importorskip("onnxruntime")
     folder, model = exported(filled, "--onnx"), load(str(filled / "run.yaml"), []).model
-    batch, bert = export.random_batch(model, 3), load_model(find(filled / "run"))
+    batch, bert = export.random_batch(model, 3), load_model(find(filled / "run"), model.vocab_size - SIZE)
     assert onnx.check(folder / "model.onnx", bert, "fill-mask", batch) <= onnx.TOLERANCE
     with pytest.raises(TrainerError, match="outputs differ from the weights' own by inf"):
         onnx.check(folder / "model.onnx", Bert(model, fillers=model.vocab_size - SIZE - 1), "fill-mask", batch)
@@ -153,7 +153,8 @@ def test_training_goes_on_from_an_export_without_its_silent_biases(filled: Path)
 
 def test_a_checkpoint_of_the_time_when_they_took_part_is_read(filled: Path) -> None:
     """Its fillers have learnt weights; these are there, and not looked at."""
-    model = load_model(find(filled / "run"))
+    found = find(filled / "run")
+    model = load_model(found, found.record["config"]["model"]["vocab_size"] - SIZE)
     old = model.state_dict() | {"decoder_bias": torch.full_like(model.decoder_bias, 5.0)}
     model.load_state_dict(old)
     logits, _ = model.logits(export.random_batch(model.model, 1))

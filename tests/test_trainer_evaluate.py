@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import shutil
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -234,8 +234,9 @@ def test_the_marks_for_context(tiny_shards: Path, tiny_model: ModelConfig) -> No
 
 def pretend(monkeypatch: pytest.MonkeyPatch, model: Bert) -> None:
     """Have the command find a checkpoint of this model wherever it looks for one."""
-    monkeypatch.setattr(trainer.evaluate, "find", lambda path, tell: Checkpoint(Path(path), {}, {}, {"config": {}}))
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda found: model)
+    found = Checkpoint(Path("run"), {}, {}, {"config": {"model": asdict(model.model)}})
+    monkeypatch.setattr(trainer.evaluate, "find", lambda path, tell: found)
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda found, fillers: model)
 
 
 def test_the_command_refuses_shards_of_another_vocabulary(

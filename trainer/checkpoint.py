@@ -27,8 +27,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data_prep.manifest import TOKENIZER_FOLDER
-from data_prep.tokenizer import load_tokenizer
 from trainer.errors import TrainerError, exit_code, explain, shortage
 from trainer.exits import FAILED
 from trainer.model import Bert, ModelConfig
@@ -153,15 +151,13 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
 
 
-def load_model(checkpoint: Checkpoint) -> Bert:
-    """The checkpoint's model, fp32, on the CPU.
+def load_model(checkpoint: Checkpoint, fillers: int = 0) -> Bert:
+    """The checkpoint's model, fp32, on the CPU; ``fillers``: how many its tokenizer has.
 
-    Raises TrainerError if a part is damaged or a weight is not finite, DataError if the tokenizer beside it is damaged.
+    Raises TrainerError if a part is damaged or a weight is not finite.
     """
     weights = load_weights(checkpoint)
     require_finite(f"checkpoint {checkpoint.folder}", weights)
-    tokenizer = checkpoint.folder.parent / TOKENIZER_FOLDER
-    fillers = load_tokenizer(tokenizer).fillers if tokenizer.is_dir() else 0
     model = Bert(ModelConfig(**checkpoint.record["config"]["model"]), fillers=fillers)
     model.load_state_dict(weights)
     return model

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from data_prep.draws import bits
 from data_prep.errors import DataError
-from data_prep.manifest import load_manifest
+from data_prep.manifest import TOKENIZER_FOLDER, load_manifest
 from data_prep.streams import say_error, write_whole_lines
+from data_prep.tokenizer import load_proven
 from kernels import backend
 from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
@@ -41,7 +42,7 @@ from trainer.checkpoint import find, load_model
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
-from trainer.model import Bert, log_unigrams, nsp_classes
+from trainer.model import Bert, ModelConfig, log_unigrams, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
 from trainer.vocabulary import require_vocabulary, token_counts
@@ -286,23 +287,25 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
     tell = partial(print, "trainer.evaluate:", file=sys.stderr) if world.is_main else _silent
     found = find(checkpoint, tell)
-    model = load_model(found).to(world.device)
+    shape = ModelConfig(**found.record["config"]["model"])
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
     manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
     for folder, vocab_size in ((heldout, manifest.tokenizer.vocab_size), (train, trained.tokenizer.vocab_size)):
-        if vocab_size != model.model.vocab_size:
+        if vocab_size != shape.vocab_size:
             raise TrainerError(
                 f"{folder} has a vocabulary of {vocab_size} entries but the model of {checkpoint} has "
-                f"{model.model.vocab_size}: name the shards that it was trained on"
+                f"{shape.vocab_size}: name the shards that it was trained on"
             )
-    if manifest.settings.sequence_length > model.model.max_positions:
+    if manifest.settings.sequence_length > shape.max_positions:
         raise TrainerError(
             f"{heldout} has sequences of {manifest.settings.sequence_length} tokens but the model of {checkpoint} has "
-            f"{model.model.max_positions} positions: name shorter held-out shards"
+            f"{shape.max_positions} positions: name shorter held-out shards"
         )
     require_vocabulary(found, manifest.tokenizer.sha256, heldout, tell)
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
         raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build them with one")
+    tokenizer = load_proven(heldout_folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
+    model = load_model(found, tokenizer.fillers).to(world.device)
     loader = Loader(heldout_folder, manifest, world.rank, world.size, cache=remote)
     for problem in loader.problems():
         raise TrainerError(problem)

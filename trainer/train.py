@@ -14,7 +14,7 @@ import yaml
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER
-from data_prep.tokenizer import TOKENIZER_FILES, load_tokenizer
+from data_prep.tokenizer import TOKENIZER_FILES, load_proven
 from kernels import backend
 from trainer import checkpoint
 from trainer.changes import Setup, since, spelled
@@ -26,6 +26,7 @@ from trainer.evaluate import evaluate
 from trainer.exits import FAILED
 from trainer.identity import identity, require_allowed, require_own_folder, require_same_run
 from trainer.journal import say
+from trainer.loader import Loader
 from trainer.lock import PATIENCE, hold
 from trainer.metrics import Metrics, Subject, device_facts
 from trainer.model import Bert
@@ -80,7 +81,7 @@ class Run:
     def _model(self) -> Bert:
         """The model as a fresh run starts; a checkpoint, or weights that the configuration names, replace it."""
         first = self.phases[0].loader
-        module = Bert(self.config.model, self.config.run.seed, _fillers(first.folder))
+        module = Bert(self.config.model, self.config.run.seed, _fillers(first))
         if self.config.model.decoder_prior == "unigram":
             module.set_decoder_prior(token_counts(first.folder, first.manifest))
         return module
@@ -323,10 +324,10 @@ def _train(run: Run) -> TrainState:
     return replace(state, phase=len(run.phases)) if run.reached else state
 
 
-def _fillers(shards: Path) -> int:
-    """Pieces at the end of the shards' vocabulary that only fill it up. Raises TrainerError if it cannot be read."""
+def _fillers(loader: Loader) -> int:
+    """Pieces at the end of the shards' vocabulary that only fill it up. Raises TrainerError if it is another one."""
     try:
-        return load_tokenizer(shards / TOKENIZER_FOLDER).fillers
+        return load_proven(loader.folder / TOKENIZER_FOLDER, loader.manifest.tokenizer.sha256).fillers
     except DataError as error:
         raise TrainerError(str(error)) from None
 

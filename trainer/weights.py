@@ -225,7 +225,7 @@ def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tu
     """A model to use, fp32, on the CPU; the folder of its tokenizer; the names of heads that it lacks, left random.
 
     ``path``: a folder that :func:`read` takes; ``tell`` is told of damaged checkpoints that are passed over, and of a
-    tokenizer that is smaller than the model or that nothing proves. Raises TrainerError for anything else, and for
+    tokenizer that nothing proves, or that is smaller than the model. Raises TrainerError for anything else, and for
     another tokenizer than the recorded one.
     """
     told: list[str] = []
