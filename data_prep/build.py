@@ -9,7 +9,6 @@ corpus, settings, seed and k only, and a rerun after a kill makes just the shard
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import astuple, fields
 from functools import partial
@@ -22,7 +21,18 @@ from data_prep.atomic import replacing
 from data_prep.corpus import Reading, read_chunks
 from data_prep.draws import shuffled
 from data_prep.errors import DataError, KilledError
-from data_prep.job import FINGERPRINT, WORK, Job, claim, claim_store, fingerprint, is_complete, release, release_work
+from data_prep.job import (
+    FINGERPRINT,
+    WORK,
+    Job,
+    claim,
+    claim_store,
+    fingerprint,
+    is_complete,
+    release,
+    release_work,
+    remove_work,
+)
 from data_prep.manifest import (
     FORMAT,
     LENGTH_COUNTS,
@@ -50,7 +60,6 @@ from data_prep.settings import Settings
 from data_prep.shards import shard_name, tar_path, write_shard
 from data_prep.sources import LeftOut, Source, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.store import COUNTS, Counted, TokenizedChunk, id_dtype, tokenize_chunk, write_store
-from data_prep.streams import say_error
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import Measured, measure_shard
 from data_prep.workers import Workers, show_progress, start_workers
@@ -116,10 +125,7 @@ def build(
         raise
     loaded.save(out / TOKENIZER_FOLDER)
     save_manifest(out, manifest)
-    try:
-        shutil.rmtree(job.work)
-    except OSError as error:  # the data set is whole
-        say_error(f"data_prep: warning: {job.work} cannot be removed ({error}): remove it by hand")
+    remove_work(job)
     return _finished(manifest, figures)
 
 

@@ -22,6 +22,7 @@ from data_prep.pairs import PAIR
 from data_prep.settings import LATER, Settings
 from data_prep.shards import PREFIX
 from data_prep.store import COUNTS, Counted, Store, open_store
+from data_prep.streams import say_error
 from data_prep.tokenizer import load_once
 from data_prep.verify import verify
 
@@ -132,6 +133,14 @@ def release_work(job: Job) -> None:
         shutil.rmtree(job.work, ignore_errors=True)
         with suppress(OSError):  # not empty, or a mount point
             job.out.rmdir()
+
+
+def remove_work(job: Job) -> None:
+    """Removes what the build needed until it was done; what cannot be removed costs a warning, not the data set."""
+    try:
+        shutil.rmtree(job.work)
+    except OSError as error:
+        say_error(f"data_prep: warning: {job.work} cannot be removed ({error}): remove it by hand")
 
 
 def is_complete(job: Job, mark: str) -> bool:
