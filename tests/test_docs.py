@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import ranks
 import yaml
-from pages import LINK, PAGES, README, ROOT, Command, blocks, commands, headings, named_files, program, prose
+from pages import LINK, PAGES, README, Command, blocks, commands, headings, named_files, program, prose
+from ranks import ROOT
 
 HISTORY = ROOT / "docs" / "lab.md"  # dated entries: what they name may be gone
 LATER = {"docs/configuration.md"}  # generated; not in the tree yet
@@ -139,19 +140,17 @@ OTHERS = (  # commands of the docs that go on from there, by how they begin
 )
 
 
-def run(words: list[str], folder: Path) -> str:
-    """Run a command of a page in ``folder``, at small size; returns its output."""
-    python = sys.executable
+def run(words: list[str], folder: Path) -> None:
+    """Run a command of a page in ``folder``, at small size."""
     words = [SMALL.get(word, word) for word in words]
     if words[0] == "deepspeed":
-        launcher = shutil.which("deepspeed") or str(Path(python).with_name("deepspeed"))
+        launcher = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
         words = [launcher, "--num_accelerators", "1", "--master_port", str(ranks.free_port()), *words[1:]]
     elif words[0] == "python":
-        words[0] = python
-    settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300)
+        words[0] = sys.executable
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
 
 
 def test_a_first_users_commands_run(tmp_path: Path) -> None:
