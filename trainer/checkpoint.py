@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data_prep.json_text import parse_json, read_json
+from data_prep.json_text import parse_json, read_json, shown
 from trainer.bounds import MOST_STEPS, outside
 from trainer.errors import TrainerError, exit_code, explain, shortage
 from trainer.exits import FAILED
@@ -122,26 +122,34 @@ def read(folder: Path) -> Checkpoint:
         raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
     if tree.pop("sha256", None) != tree_sha256(tree):
         raise TrainerError(f"checkpoint {folder} is damaged: the sha256 of checkpoint.json differs")
-    try:
-        shapes = {name: _shape(sizes) for name, sizes in tree["shapes"].items()}
-        parts = {str(part["name"]): str(part["sha256"]) for part in tree["parts"]}
-        whole = Checkpoint(folder, shapes, parts, dict(tree["record"]))
-        room = sum(part["bytes"] for part in tree["parts"])
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TrainerError(f"checkpoint {folder} is damaged: no save wrote its checkpoint.json ({error!r})") from None
-    if sum(shape.numel() for shape in shapes.values()) > room:
-        raise TrainerError(f"checkpoint {folder} is damaged: its shapes ask for more than its parts can hold")
-    if list(parts) != [part_name(rank, len(parts)) for rank in range(len(tree["parts"]))]:
+    whole, parts = _content(folder, tree), tree["parts"]
+    if list(whole.parts) != [part_name(rank, len(parts)) for rank in range(len(parts))]:
         raise TrainerError(f"checkpoint {folder} is damaged: its list of parts is not that of one save")
-    for part in tree["parts"]:
+    for part in parts:
         path = folder / part["name"]
         size = path.stat().st_size if path.is_file() else None
         if size != part["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
             raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
-    if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in parts):
+    if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in whole.parts):
         raise TrainerError(f"checkpoint {folder} is damaged: {extra[0]} is of another save")
     return whole
+
+
+def _content(folder: Path, tree: dict[str, Any]) -> Checkpoint:
+    """What ``checkpoint.json`` says. Raises TrainerError if no save wrote it so."""
+    try:
+        shapes = {name: _shape(sizes) for name, sizes in tree["shapes"].items()}
+        parts = {str(part["name"]): str(part["sha256"]) for part in tree["parts"]}
+        record = dict(tree["record"])
+        room = sum(part["bytes"] for part in tree["parts"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TrainerError(
+            f"checkpoint {folder} is damaged: no save wrote its checkpoint.json ({shown(error)})"
+        ) from None
+    if sum(shape.numel() for shape in shapes.values()) > room:
+        raise TrainerError(f"checkpoint {folder} is damaged: its shapes ask for more than its parts can hold")
+    return Checkpoint(folder, shapes, parts, record)
 
 
 def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
@@ -222,7 +230,7 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
             )
 
 
-def disprove(folder: Path, world: World, check: Callable[[Checkpoint], object] = bool) -> str:
+def disprove(folder: Path, world: World, check: Callable[[Checkpoint], object] = lambda found: None) -> str:
     """Why it is no whole checkpoint, as far as this rank's share of the proof tells; empty if it tells nothing.
 
     ``check`` raises TrainerError for a record that this kind of run cannot go on from.

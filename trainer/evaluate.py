@@ -40,11 +40,11 @@ from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
 from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
 from trainer.cache import Cache, CacheConfig, open_cache
-from trainer.checkpoint import find, load_model
+from trainer.checkpoint import find, load_model, model_of
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
-from trainer.model import Bert, ModelConfig, log_unigrams, nsp_classes
+from trainer.model import Bert, log_unigrams, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
 from trainer.vocabulary import require_vocabulary, token_counts
@@ -287,7 +287,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
     tell = partial(print, "trainer.evaluate:", file=sys.stderr) if world.is_main else _silent
     found = find(checkpoint, tell)
-    shape = ModelConfig(**found.record["config"]["model"])
+    shape = model_of(found)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
     manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
     for folder, vocab_size in ((heldout, manifest.tokenizer.vocab_size), (train, trained.tokenizer.vocab_size)):
