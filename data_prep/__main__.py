@@ -28,6 +28,7 @@ from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
 
 FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes; FAILED: to start again may help
 PUBLISHERS = 8  # files sent at once
+MOST_PROCESSES = 4096
 VERSIONS = ("tokenizers", "sentencex")  # settings that are found, not chosen
 EXAMPLES = """\
 from text to shards:
@@ -102,7 +103,7 @@ def _vocab(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     chosen = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in VERSIONS}
     settings = make_settings(**chosen)
-    check_range("--processes", options.processes, 1)
+    check_range("--processes", options.processes, 1, MOST_PROCESSES)
     start = time.monotonic()
     figures = Figures(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:

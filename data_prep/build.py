@@ -59,7 +59,7 @@ from data_prep.selection import Selected, select_documents
 from data_prep.settings import Settings
 from data_prep.shards import shard_name, tar_path, write_shard
 from data_prep.sources import LeftOut, Source, find_left_out, find_sources, parse_where, say_left_out
-from data_prep.store import COUNTS, Counted, TokenizedChunk, id_dtype, tokenize_chunk, write_store
+from data_prep.store import COUNTS, Counted, TokenizedChunk, id_dtype, require_whole, tokenize_chunk, write_store
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import Measured, measure_shard
 from data_prep.workers import Workers, show_progress, start_workers
@@ -208,6 +208,7 @@ def _tokenize(
         shown = show_progress(chunks, "tokenized", "bytes", lambda chunk: chunk.read, sum(sizes))
         write_store(job.store, _counting_text(shown, figures), len(sources))
     counts = _read_again(job.store / COUNTS, len(Counted))
+    require_whole(job.store, counts, len(sources), job.tokenizer.vocab_size)
     if not counts[:, 0].any():
         which = f" in records with {settings.where}" if settings.where else ""
         more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from data_prep.encoding import flaw, read_utf8
 from data_prep.errors import DataError, shortage
+from data_prep.json_text import parse_json
 from data_prep.lines import NEAR, Block, read_blocks, read_head
 from data_prep.sources import Source, Where, format_of
 
@@ -221,8 +222,8 @@ def _read_records(
 def _text_of(line: str, place: str, reading: Reading) -> str | None:
     """The text of a line of JSON; None if its record is not wanted."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         reason = str(error).replace("line 1 ", "")
         raise DataError(f"{place}: not JSON ({reason}); write one record a line") from None
     field = reading.text_field

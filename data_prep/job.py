@@ -89,7 +89,7 @@ def fingerprint(job: Job, sources: list[tuple[str, str]]) -> str:
 def claim(job: Job, mark: str) -> None:
     """Takes an empty folder, or goes on in one where the same build was begun. Raises DataError for any other."""
     out, known = job.out, job.work / FINGERPRINT
-    if known.exists() and known.read_text() == mark:
+    if _is_marked(known, mark):
         for path in out.rglob(f"*{TEMPORARY}"):
             with suppress(OSError):  # it is in nobody's way: see `replacing`
                 path.unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def claim_store(job: Job, sources: list[tuple[str, str]]) -> None:
     held = [settings[name] for name in OF_STORE]
     mark = _hash([FORMAT, VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
     known = job.store / FINGERPRINT
-    if known.exists() and known.read_text() == mark:
+    if _is_marked(known, mark):
         return
     if job.store.exists() and any(job.store.iterdir()):
         raise DataError(
@@ -165,6 +165,10 @@ def _load_vocabulary(tokenizer: Path, sha256: str) -> Vocabulary:
 def _mark(folder: Path, mark: str) -> None:
     with replacing(folder / FINGERPRINT) as file:
         file.write(mark.encode())
+
+
+def _is_marked(known: Path, mark: str) -> bool:
+    return known.exists() and known.read_bytes() == mark.encode()
 
 
 def _hash(identity: Any) -> str:

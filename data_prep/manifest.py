@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -13,15 +14,19 @@ from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError, shortage
+from data_prep.json_text import read_json, shown
 from data_prep.npy import read_integers
-from data_prep.settings import LATER, Settings
+from data_prep.settings import LATER, MOST_SAMPLES, Settings
+from data_prep.settings import problems as settings_problems
+from data_prep.shards import shard_name
 from data_prep.sources import LeftOut
-from data_prep.tokenizer import SpecialIds
+from data_prep.tokenizer import MOST_PIECES, SpecialIds
 
 FORMAT, VERSION = "lambert-shards", 2
 MANIFEST = "manifest.json"
 SMALL = 64 << 20  # bytes that a reader takes, from afar, of the manifest and of each file whose size it does not name
 TOKENIZER_FOLDER = "tokenizer"
+MOST_TOLD = 5  # problems of a manifest
 TOKEN_COUNTS, LENGTH_COUNTS = "token_counts.npy", "length_counts.npy"
 
 
@@ -133,10 +138,12 @@ class Manifest:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Raises DataError if it is missing, no JSON, of another format or version, or lacks a field."""
+    """Raises DataError if it is missing, no JSON, of another format or version, lacks a field, or holds what no build
+    writes.
+    """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except OSError as error:
         if shortage(error):
             raise
@@ -148,8 +155,10 @@ def load_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: not JSON ({error})") from None
     found = (content.get("format"), content.get("version")) if isinstance(content, dict) else None
     if found != (FORMAT, VERSION):
-        raise DataError(f"{path}: wanted format {FORMAT} version {VERSION}, found {found}")
+        raise DataError(f"{path}: wanted format {FORMAT} version {VERSION}, found {shown(found)}")
     manifest: Manifest = _parse(Manifest, content, str(path))
+    if problems := list(_problems(manifest)):
+        raise DataError(f"{path}: {'; '.join(problems[:MOST_TOLD])}")
     return manifest
 
 
@@ -193,5 +202,29 @@ def _parse(kind: Any, value: Any, place: str) -> Any:
         return kind(_parse(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value))
     allowed = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or isinstance(value, bool) is not (kind is bool):
-        raise DataError(f"{place}: wanted {getattr(kind, '__name__', kind)}, found {value!r}")
+        raise DataError(f"{place}: wanted {getattr(kind, '__name__', kind)}, found {shown(value)}")
+    if kind in (int, float) and not 0 <= value < 2**63:  # so written, it refuses NaN
+        raise DataError(f"{place}: wanted 0 to 2^63 - 1, found {shown(value)}")
     return value
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """Values of a right type that no build writes."""
+    yield from (f"settings: {problem}" for problem in settings_problems(manifest.settings))
+    size, ids = manifest.tokenizer.vocab_size, astuple(manifest.tokenizer.specials)
+    if size > MOST_PIECES:
+        yield f"tokenizer: vocab_size {size}: wanted {MOST_PIECES} at most"
+    if len(set(ids)) < len(ids) or max(ids) >= size:
+        yield f"tokenizer: specials {ids}: wanted ids that differ, below vocab_size, {size}"
+    if manifest.corpus.tokens == 0:
+        yield "corpus: tokens 0: wanted 1 or more"
+    if manifest.counts.samples == 0 or not manifest.shards:
+        yield "it has no samples; build it from more text"
+    for number, shard in enumerate(manifest.shards):
+        if shard.name != shard_name(number):
+            yield f"shards[{number}]: name {shown(shard.name)}: wanted {shard_name(number)}"
+        if not 1 <= shard.samples <= MOST_SAMPLES:
+            yield f"shards[{number}]: samples {shard.samples}: wanted 1 to {MOST_SAMPLES}"
+    for name, file in (("token_counts", TOKEN_COUNTS), ("length_counts", LENGTH_COUNTS)):
+        if (found := getattr(manifest, name).file) != file:
+            yield f"{name}: file {shown(found)}: wanted {file}"

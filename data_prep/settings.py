@@ -10,10 +10,12 @@ from importlib.metadata import version
 from typing import Any
 
 from data_prep.errors import DataError
+from data_prep.json_text import shown
 from data_prep.sources import FORMATS, parse_where
 
 SHORTEST_SEQUENCE = 5  # [CLS] a [SEP] b [SEP]
 LONGEST_SEQUENCE = 65_535  # a length is written as 16 bits
+MOST_SAMPLES = 2**20  # of a shard, which is proved in one piece
 CHOICES = {
     "pairs": ("nsp", "sop", "single"),
     "cut": ("either", "outer"),
@@ -60,9 +62,8 @@ def make_settings(sequence_length: int, *, max_predictions: int | None = None, *
     Raises DataError with all problems at once.
     """
     settings = Settings(sequence_length, max_predictions=1 if max_predictions is None else max_predictions, **chosen)
-    problems = list(_problems(settings))
-    if problems:
-        raise DataError("; ".join(problems))
+    if found := list(problems(settings)):
+        raise DataError("; ".join(found))
     parse_where(settings.where)
     return replace(settings, max_predictions=largest_count(settings)) if max_predictions is None else settings
 
@@ -72,7 +73,8 @@ def largest_count(settings: Settings) -> int:
     return max(1, round(settings.masked_share * (settings.sequence_length - 3)))
 
 
-def _problems(settings: Settings) -> Iterator[str]:
+def problems(settings: Settings) -> Iterator[str]:
+    """What cannot be, by the options of the command line."""
     for name, low, high in (
         ("sequence_length", SHORTEST_SEQUENCE, LONGEST_SEQUENCE),
         ("seed", 0, 2**63 - 1),
@@ -80,23 +82,23 @@ def _problems(settings: Settings) -> Iterator[str]:
         ("masked_share", 0.001, 1),
         ("max_predictions", 1, LONGEST_SEQUENCE),
         ("short_sequence_rate", 0, 1),
-        ("samples_per_shard", 1, 2**20),  # a shard is proved in one piece
+        ("samples_per_shard", 1, MOST_SAMPLES),
         ("held_out_share", 0, 0.5),
     ):
         value = getattr(settings, name)
         if not low <= value <= high:
-            yield f"{_flag(name)} {value}: wanted {low} to {high}"
+            yield f"{_flag(name)} {shown(value)}: wanted {low} to {high}"
     for name, allowed in CHOICES.items():
         value = getattr(settings, name)
         if value not in allowed:
-            yield f"{_flag(name)} {value}: wanted one of {', '.join(allowed)}"
+            yield f"{_flag(name)} {value[:80]}: wanted one of {', '.join(allowed)}"
     if (settings.part == "all") != (settings.held_out_share == 0):
         yield (
-            f"--part {settings.part} with --held-out-share {settings.held_out_share:g}: a share above 0 and a part, "
-            "train or held-out, go together"
+            f"--part {settings.part[:80]} with --held-out-share {settings.held_out_share:g}: a share above 0 and a "
+            "part, train or held-out, go together"
         )
     if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", settings.language):
-        yield f"--language {settings.language}: wanted a code such as en, de or zh"
+        yield f"--language {settings.language[:80]}: wanted a code such as en, de or zh"
 
 
 def _flag(name: str) -> str:

@@ -6,7 +6,6 @@ such as wikiextractor's ``wiki_00``. What is left out is counted by ending.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from data_prep.errors import DataError
+from data_prep.json_text import parse_json
 from data_prep.lines import COMPRESSED, read_head
 from data_prep.streams import say_error
 
@@ -166,8 +166,8 @@ def _refuse_whole(path: Path) -> None:
         raise DataError(f"{path}: one JSON array, wanted a record a line: {remedy}")
     if line and (more or block.ends):
         try:
-            json.loads(line)
-        except (ValueError, RecursionError):
+            parse_json(line)
+        except ValueError:
             raise DataError(
                 f"{path}: not JSON lines: its first line is not a whole record; write a record a line, or move it out "
                 "of the input if it is no text"

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from data_prep.atomic import replacing
 from data_prep.cleaning import clean
 from data_prep.corpus import Chunk
+from data_prep.errors import DataError
 from data_prep.sentences import split_sentences
 from data_prep.tokenizer import load_once
 from data_prep.words import Ids, WordCache
@@ -33,6 +34,7 @@ from data_prep.words import Ids, WordCache
 COUNTS = "counts.npy"
 DIGEST = 16  # bytes
 READ_AT_ONCE = 1 << 20  # documents
+REMEDY = "remove the store, and build again"
 
 
 class Counted(IntEnum):
@@ -190,6 +192,29 @@ def _read(column: np.memmap[Any, Any], starts: NDArray[np.int64], lengths: NDArr
         rows = map(os.pread, repeat(file.fileno()), (lengths * size).tolist(), (starts * size).tolist())
         data = b"".join(rows)
     return np.frombuffer(data, column.dtype)
+
+
+def require_whole(folder: Path, counts: NDArray[np.int64], sources: int, vocab_size: int) -> None:
+    """Raises DataError if the store's ``counts`` are not of ``sources`` files, or its files hold another amount."""
+    if len(counts) != sources or (counts < 0).any():
+        raise DataError(f"{folder / COUNTS} holds no counts of {sources} text files; {REMEDY}")
+    tokens = int(counts[:, Counted.TOKENS].sum())
+    sentences, documents = (_last(folder / name) for name in ("sentences", "documents"))
+    wanted = {
+        "ids": tokens * id_dtype(vocab_size).itemsize,
+        "continues": tokens,
+        "sentences": 8 * (documents + 1) if sentences == tokens else None,
+        "digests": (folder / "documents").stat().st_size // 8 * DIGEST - DIGEST,
+    }
+    for name, size in wanted.items():
+        if (folder / name).stat().st_size != size:
+            raise DataError(f"{folder / name} does not hold what {COUNTS} says of it; {REMEDY}")
+
+
+def _last(path: Path) -> int:
+    """The last number of a file of int64; -1 if it is no such file."""
+    size = path.stat().st_size
+    return int(np.memmap(path, np.int64, "r")[-1]) if size and size % 8 == 0 else -1
 
 
 def open_store(folder: Path, selection: Path, vocab_size: int) -> Store:

@@ -26,8 +26,10 @@ from tokenizers import Tokenizer as Encoder
 from data_prep.atomic import replacing
 from data_prep.cleaning import CONTROLS, SYMBOLS
 from data_prep.errors import DataError
+from data_prep.json_text import read_json, read_text
 
 PIECES, WHOLE, SETTINGS = TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
+MOST_PIECES = 2**21  # of any vocabulary; the largest that `vocab` makes has half of it
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
 MANIFESTS, RESTORE = "the manifest's tokenizer", "restore it, or build the shards again"
@@ -200,12 +202,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     else:
         raise DataError(f"tokenizer folder {folder} holds neither tokenizer.json nor vocab.txt")
     vocab = encoder.get_vocab()
-    missing = [name for name in SPECIALS if name not in vocab]
-    if missing:
-        raise DataError(f"tokenizer in {folder}: the vocabulary lacks {' '.join(missing)}")
+    _require_ids(folder, vocab)
     specials = SpecialIds(*(vocab[name] for name in SPECIALS))
-    if len(vocab) != max(vocab.values()) + 1:
-        raise DataError(f"tokenizer in {folder}: the vocabulary has repeated pieces or gaps between its ids")
     for number, token in _added_tokens(folder, parts, settings, vocab):
         _add(encoder, number, token, folder)
     vocab = encoder.get_vocab()
@@ -214,6 +212,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if control.intersection(encoder.encode(name, add_special_tokens=False).ids):
             raise DataError(f"tokenizer in {folder}: {name} written in a text would become the control token")
     return Tokenizer(encoder, sorted(vocab, key=vocab.__getitem__), specials, settings)
+
+
+def _require_ids(folder: Path, vocab: dict[str, int]) -> None:
+    missing = [name for name in SPECIALS if name not in vocab]
+    if missing:
+        raise DataError(f"tokenizer in {folder}: the vocabulary lacks {' '.join(missing)}")
+    if len(vocab) > MOST_PIECES:
+        found = f"the vocabulary has {len(vocab):,} pieces"
+        raise DataError(f"tokenizer in {folder}: {found}: must be {MOST_PIECES:,} or fewer")
+    if len(vocab) != max(vocab.values()) + 1:
+        raise DataError(f"tokenizer in {folder}: the vocabulary has repeated pieces or gaps between its ids")
 
 
 def load_proven(folder: Path, sha256: str, whose: str = MANIFESTS, remedy: str = RESTORE) -> Tokenizer:
@@ -330,12 +339,12 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
     for name, wanted in MODEL.items():
         found = model.get(name, "WordPiece" if name == "type" else None)  # files of 2020 do not say their type
         if found != wanted:
-            raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found}")
+            raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found!s:.80}")
     bert = {part: _last(part, parts.get(part)) for part in CLEANERS}
     for part, wanted in CLEANERS.items():
         found = bert[part].get("type")
         if found != wanted:
-            raise DataError(f"{path}: wanted a {part} of type {wanted}, BERT's own, found {found}")
+            raise DataError(f"{path}: wanted a {part} of type {wanted}, BERT's own, found {found!s:.80}")
     bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     bare["model"] = model | {"vocab": {"[UNK]": 0}}  # the library reads a large one slowly
     try:
@@ -360,16 +369,16 @@ def _last(part: str, found: Any) -> dict[str, Any]:
 
 def _lines_of(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").rstrip("\n").split("\n")
+        return read_text(path).rstrip("\n").split("\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise DataError(f"{path}: not UTF-8 ({error})") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = read_json(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ SETTINGS = {  # option: torchrun's variable for it, and what it says
     "--master-addr": ("PET_MASTER_ADDR", "host of node 0, where several nodes meet"),
     "--master-port": ("PET_MASTER_PORT", "the port there (default: 29500)"),
 }
+MOST_NODES, MOST_RANKS = 100_000, 4096  # of a run; of a node: as many as it has GPUs or, without any, cores
 NAMED = ("auto", "gpu", "cpu")  # numbers of ranks; auto: one without GPUs
 
 
@@ -68,20 +70,20 @@ def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count
     sources = {option: option if given.get(option) else name for option, (name, _) in SETTINGS.items()}
     problems: list[str] = []
 
-    def number(option: str, default: int, least: int = 1, most: int = 2**31, also: str = "") -> int:
+    def number(option: str, default: int, most: int, least: int = 1, also: str = "") -> int:
         text = texts[option] or str(default)
-        if text.isdecimal() and least <= int(text) <= most:
+        if re.fullmatch(r"0*\d{1,9}", text, re.ASCII) and least <= int(text) <= most:
             return int(text)
-        limit = f"{least} to {most}" if most < 2**31 else f"{least} on"
-        problems.append(f"error: {sources[option]} is {text!r}: make it a whole number from {limit}{also}")
+        limit = f"{least} to {most}{also}"
+        problems.append(f"error: {sources[option]} is {text[:80]!r}: make it a whole number from {limit}")
         return default
 
-    nodes = number("--nnodes", 1)
-    place = number("--node-rank", 0, least=0)
-    port = number("--master-port", 29500, most=65535)
+    nodes = number("--nnodes", 1, MOST_NODES)
+    place = number("--node-rank", 0, MOST_NODES, least=0)
+    port = number("--master-port", 29500, 65535)
     ranks = texts["--nproc-per-node"] or "auto"
     if ranks not in NAMED:
-        number("--nproc-per-node", 1, also=f", or {', '.join(NAMED)}")
+        number("--nproc-per-node", 1, MOST_RANKS, also=f", or {', '.join(NAMED)}")
     if place >= nodes and not problems:
         problems.append(f"error: {sources['--node-rank']} is {place}: of {nodes} nodes, the last one is {nodes - 1}")
     if nodes > 1 and not texts["--node-rank"]:

@@ -148,7 +148,7 @@ def test_duplicates_seeds_and_order_differ(tmp_path: Path) -> None:
         (GOOD, ["--tokenizer", "absent"], "tokenizer folder absent does not exist"),
         (GOOD, ["--sequence-length", "4", "--duplicates", "0"], "--duplicates 0: wanted"),
         (GOOD, ["--where", "split"], "--where split: wanted field=value"),
-        (GOOD, ["--processes", "0"], "--processes 0: wanted 1 or more"),
+        (GOOD, ["--processes", "0"], "--processes 0: wanted 1 to 4096"),
     ],
 )
 def test_bad_input_costs_one_line(
@@ -219,6 +219,36 @@ def test_a_store_that_is_refused_leaves_all_as_it_was(tmp_path: Path, capsys: py
         assert main(command(text, tokenizer, tmp_path / "out", "--store", str(store))) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert not (tmp_path / "out").exists() and contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        ("counts.npy", 0, "counts.npy: no counts: its .npy header does not fit its 0 bytes; remove it"),
+        ("counts.npy", 100, "counts.npy: no counts: its .npy header does not fit its 100 bytes; remove it"),
+        ("ids", -2, "ids does not hold what counts.npy says of it"),
+        ("continues", 0, "continues does not hold what"),
+        ("sentences", -8, "sentences does not hold what"),
+        ("sentences", -3, "sentences does not hold what"),
+        ("documents", -8, "sentences does not hold what"),
+        ("digests", -1, "digests does not hold what"),
+        ("fingerprint", 1, " holds the tokens of other text or settings"),
+    ],
+)
+def test_a_store_that_is_damaged_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, size: int, said: str
+) -> None:
+    text, tokenizer = write_corpus(tmp_path, [4, 4], 8)
+    store = tmp_path / "store"
+    assert main(command(text, tokenizer, tmp_path / "out", "--store", str(store))) == 0
+    path = store / name
+    path.write_bytes(path.read_bytes()[:size])
+    if name == "fingerprint":
+        path.write_bytes(b"\xff\xfe")
+    capsys.readouterr()
+    assert main(command(text, tokenizer, tmp_path / "other", "--store", str(store), "--seed", "3")) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data_prep: error: ")]
+    assert said in line, line
 
 
 def test_the_vocabulary_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,17 @@ def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(
             },
             "is no tokenizer of the `tokenizers` library",
         ),
+        ({"vocab.txt": b"", "tokenizer_config.json": b"[" * 100_000}, "not JSON (nested more than 64 levels deep)"),
+        ({"tokenizer.json": b'{"model": ' * 100_000}, "not JSON (nested more than 64 levels deep)"),
+        ({"tokenizer.json": b'{"model": ' + b"9" * 5000 + b"}"}, "not JSON"),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": [1]}).encode()},
+            "wanted a normalizer of type BertNormalizer, BERT's own, found [1]",
+        ),
+        (
+            {"tokenizer.json": json.dumps({"model": MODEL | {"type": "x" * 10_000}}).encode()},
+            "wanted a model of type WordPiece, found xxxx",
+        ),
     ],
 )
 def test_bad_folders_are_refused(tmp_path: Path, files: dict[str, bytes] | None, message: str) -> None:
@@ -153,7 +164,19 @@ def test_bad_folders_are_refused(tmp_path: Path, files: dict[str, bytes] | None,
         folder.mkdir()
     with pytest.raises(DataError) as error:
         load_tokenizer(folder)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("number", [-1, 10**30, 2**31, True, 0.5])
+def test_ids_that_cannot_be_are_refused(tmp_path: Path, number: float) -> None:
+    write_tokenizer(tmp_path / "made", ["cat"])
+    load_tokenizer(tmp_path / "made").save(tmp_path / "saved")
+    path = tmp_path / "saved" / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    parts["model"]["vocab"]["cat"] = number
+    path.write_text(json.dumps(parts))
+    with pytest.raises(DataError):
+        load_tokenizer(tmp_path / "saved")
 
 
 def test_a_size_below_the_alphabet_is_refused() -> None:

@@ -162,6 +162,9 @@ def test_counts_are_checked(data: Path) -> None:
     [
         (None, "holds no manifest.json"),
         ("{", "not JSON"),
+        ('{"a": ' * 100_000, "not JSON (nested more than 64 levels deep)"),
+        ('{"format": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"format": "' + "x" * 10_000 + '"}', "wanted format lambert-shards version 2, found ('xxxx"),
         ("[]", "wanted format lambert-shards version 2"),
         ('{"format": "lambert-shards", "version": 1}', "found ('lambert-shards', 1)"),
         ('{"format": "lambert-shards", "version": 2}', "wanted the fields"),
@@ -174,6 +177,56 @@ def test_a_manifest_that_is_none(data: Path, content: str | None, message: str) 
     with pytest.raises(DataError) as error:
         load_manifest(data)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("shards.0.samples", 0, "shards[0]: samples 0: wanted 1 to 1048576"),
+        ("shards.0.samples", -5, "shards[0]: samples: wanted 0 to 2^63 - 1, found -5"),
+        ("shards.0.samples", 10**30, f"shards[0]: samples: wanted 0 to 2^63 - 1, found {10**30}"),
+        ("shards.0.samples", 10**400, "shards[0]: samples: wanted 0 to 2^63 - 1, found about 2^1328"),
+        ("shards.0.samples", 2**40, f"shards[0]: samples {2**40}: wanted 1 to 1048576"),
+        ("shards.0.samples", True, "shards[0]: samples: wanted int, found True"),
+        ("shards.0.name", "../../etc/passwd", "shards[0]: name '../../etc/passwd': wanted shard-00000"),
+        ("shards.0.name", "a\0b", "shards[0]: name 'a\\x00b': wanted shard-00000"),
+        ("shards.0.name", "\ud800", "shards[0]: name '\\ud800': wanted shard-00000"),
+        ("shards", [], "it has no samples"),
+        ("counts.samples", 0, "it has no samples"),
+        ("corpus.tokens", 0, "corpus: tokens 0: wanted 1 or more"),
+        ("settings.sequence_length", 4, "settings: --sequence-length 4: wanted 5 to 65535"),
+        ("settings.masked_share", float("nan"), "masked_share: wanted 0 to 2^63 - 1, found nan"),
+        ("settings.held_out_share", 10**400, "held_out_share: wanted 0 to 2^63 - 1, found about 2^1328"),
+        ("settings.pairs", "x" * 10_000, "settings: --pairs xxxx"),
+        ("tokenizer.vocab_size", 2**31, "tokenizer: vocab_size 2147483648: wanted 2097152 at most"),
+        ("tokenizer.specials.mask", 2**31, "below vocab_size"),
+        ("tokenizer.specials.mask", 0, "wanted ids that differ"),
+        ("token_counts.file", "../x.npy", "token_counts: file '../x.npy': wanted token_counts.npy"),
+    ],
+)
+def test_a_manifest_of_what_cannot_be(data: Path, place: str, value: object, message: str) -> None:
+    manifest = json.loads((data / "manifest.json").read_text())
+    *parents, last = place.split(".")
+    at = manifest
+    for part in parents:
+        at = at[int(part) if part.isdigit() else part]
+    at[last] = value
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError) as error:
+        load_manifest(data)
+    said = str(error.value)
+    assert said.startswith(f"{data / 'manifest.json'}: ") and message in said and "\n" not in said and len(said) < 500
+
+
+def test_all_that_a_manifest_cannot_hold_is_said_at_once(data: Path) -> None:
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["shards"][0]["samples"] = manifest["corpus"]["tokens"] = 0
+    manifest["settings"]["duplicates"] = 0
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError) as error:
+        load_manifest(data)
+    for said in ("--duplicates 0: wanted", "corpus: tokens 0: wanted", "shards[0]: samples 0: wanted"):
+        assert said in str(error.value)
 
 
 def test_manifest_hash_stands_for_the_data(whole: Path, data: Path) -> None:

@@ -249,15 +249,20 @@ def test_ranks_are_counted(asked: str, gpus: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("environ", "problems"),
     [
-        ({"PET_NNODES": "two"}, ["PET_NNODES is 'two': make it a whole number from 1 on"]),
-        ({"PET_NNODES": "1:4"}, ["PET_NNODES is '1:4': make it a whole number from 1 on"]),
+        ({"PET_NNODES": "two"}, ["PET_NNODES is 'two': make it a whole number from 1 to 100000"]),
+        ({"PET_NNODES": "9" * 5000}, [f"PET_NNODES is '{'9' * 80}': make it a whole number from 1 to 100000"]),
+        (
+            {"PET_NPROC_PER_NODE": "1000000000"},
+            ["PET_NPROC_PER_NODE is '1000000000': make it a whole number from 1 to 4096, or auto, gpu, cpu"],
+        ),
+        ({"PET_NNODES": "1:4"}, ["PET_NNODES is '1:4': make it a whole number from 1 to 100000"]),
         ({"PET_NODE_RANK": "1"}, ["PET_NODE_RANK is 1: of 1 nodes, the last one is 0"]),
         ({"PET_MASTER_PORT": "70000"}, ["PET_MASTER_PORT is '70000': make it a whole number from 1 to 65535"]),
         (
             {"PET_NPROC_PER_NODE": "0", "PET_NODE_RANK": "-1"},
             [
-                "PET_NODE_RANK is '-1': make it a whole number from 0 on",
-                "PET_NPROC_PER_NODE is '0': make it a whole number from 1 on, or auto, gpu, cpu",
+                "PET_NODE_RANK is '-1': make it a whole number from 0 to 100000",
+                "PET_NPROC_PER_NODE is '0': make it a whole number from 1 to 4096, or auto, gpu, cpu",
             ],
         ),
         (
@@ -302,8 +307,8 @@ def test_a_rank_is_told_its_place_and_hears_all_signals(launch: Callable[..., La
 
 def test_what_is_refused_starts_nothing(launch: Callable[..., Launched]) -> None:
     run = launch(*of(SLEEP), PET_NNODES="two")
-    assert run.end() == (2, ["lambert: error: PET_NNODES is 'two': make it a whole number from 1 on"])
-    assert run.message.read_text() == "lambert: error: PET_NNODES is 'two': make it a whole number from 1 on"
+    assert run.end() == (2, ["lambert: error: PET_NNODES is 'two': make it a whole number from 1 to 100000"])
+    assert run.message.read_text() == "lambert: error: PET_NNODES is 'two': make it a whole number from 1 to 100000"
     code, output = launch("--grace-seconds", "never", *of(SLEEP)).end()
     assert code == 2 and output == ["lambert: error: argument --grace-seconds: 'never' is no number of seconds above 0"]
     nowhere = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/proc']; "

@@ -265,6 +265,18 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_numbers_have_a_highest_value(tmp_path: Path) -> None:
+    write_classes(tmp_path / "train.tsv", 3)
+    write_classes(tmp_path / "dev.tsv", 3)
+    names = ["--rates", "--batches", "--epochs", "--weight-decay", "--clip", "--max-length", "--eval-every"]
+    names += ["--save-every", "--patience", "--micro-batch", "--timeout"]
+    with pytest.raises(TrainerError) as caught:
+        options(tmp_path, tmp_path, *(word for name in names for word in (name, str(10**30))))
+    said = str(caught.value).split("; ")
+    assert sorted(part.split(" ")[0].rstrip(":") for part in said) == sorted(names)
+    assert all(part.endswith(("or less", "(thirty days) or less")) for part in said)
+
+
 # ---- what it exports -------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,8 @@ SCRIPTS = sorted(path.relative_to(ROOT) for folder in ("deploy", "docker") for p
 # What the trainer sees of data_prep: the contract of a data set, how it is named where it was published, what its
 # server may do, the endpoint that both serve their metrics by, streams, and what text is.
 DATA_SET = (
-    *("atomic", "draws", "encoding", "endpoint", "errors", "manifest", "masking", "publish", "servers", "shards"),
+    *("atomic", "draws", "encoding", "endpoint", "errors", "json_text", "manifest", "masking", "publish", "servers"),
+    "shards",
     "streams",
     "tokenizer",
 )

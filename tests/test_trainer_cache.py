@@ -181,6 +181,11 @@ def test_a_cache_that_cannot_be_written_is_named(server: Server, tmp_path: Path)
         loader_of(server, tmp_path / "file" / "cache")
 
 
+def test_a_cache_in_the_home_of_nobody_is_named(server: Server) -> None:
+    with pytest.raises(TrainerError, match=r"^cache\.folder ~nobody.* cannot be used .*: name one that"):
+        open_cache(server.address, CacheConfig("~nobody-of-that-name/cache"), 5, 0)
+
+
 def test_an_impossible_cache_is_told() -> None:
     assert CacheConfig().problems() == []
     wrong = replace(CacheConfig(), folder="", gigabytes=-1.0).problems()

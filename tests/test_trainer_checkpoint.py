@@ -139,6 +139,31 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "the sha256 of checkpoint.json differs",
     ),
+    "deep record": (
+        lambda folder: (folder / "checkpoint.json").write_text('{"a": ' * 100_000),
+        "has no readable checkpoint.json",
+    ),
+    "no parts": (lambda folder: change(folder, lambda tree: tree.pop("parts")), "no save wrote its checkpoint.json"),
+    "parts of no names": (
+        lambda folder: change(folder, lambda tree: tree.update(parts=[1, 2])),
+        "no save wrote its checkpoint.json",
+    ),
+    "shapes": (
+        lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[2**63, 1])),
+        "no save wrote its checkpoint.json",
+    ),
+    "negative shapes": (
+        lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[-4, -4])),
+        "no save wrote its checkpoint.json",
+    ),
+    "large shapes": (
+        lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[2**19, 2**19])),
+        "its shapes ask for more than its parts can hold",
+    ),
+    "list for a record": (
+        lambda folder: change(folder, lambda tree: tree.update(record=[1])),
+        "no save wrote its checkpoint.json",
+    ),
     "foreign": (
         lambda folder: change(folder, lambda tree: tree.update(format="another")),
         "is not a checkpoint of this version of Lambert",
@@ -174,6 +199,32 @@ def test_a_pointer_to_a_folder_that_is_gone_is_named(half: Path) -> None:
         shutil.rmtree(half / name)
     with pytest.raises(TrainerError, match="no whole checkpoint in .*; .* names step-00000003, which is not there"):
         checkpoint.find(half)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"step-00000003" + b"a" * 100_000, "names step-00000003aaaa"),
+        (b"a" * 100_000, "names aaaa"),
+        (b"../half\n", "names ../half, which is not there"),
+        (b"\0\xff\n\n\n", "which is not there"),
+        (b"", "names , which is not there"),
+    ],
+)
+def test_the_folders_are_what_is_read_whatever_the_pointer_holds(half: Path, content: bytes, said: str) -> None:
+    (half / "latest").write_bytes(content)
+    found, [passed] = checkpoint.newest(half)
+    assert found is not None and found.folder.name == "step-00000003"
+    assert passed.startswith(f"{half / 'latest'} names ") and said in passed
+    assert "\n" not in passed and len(passed) < len(str(half)) + 200
+
+
+@pytest.mark.parametrize("model", [None, {"layers": 2**63}, {"layers": "2"}, {"widths": 3}, [1]])
+def test_a_record_of_no_model_is_one_line(half: Path, model: object) -> None:
+    change(half / "step-00000003", lambda tree: tree["record"].update(config={"model": model}))
+    with pytest.raises(TrainerError, match="step-00000003 has a record of no model") as error:
+        checkpoint.load_model(checkpoint.find(half))
+    assert "\n" not in str(error.value)
 
 
 def test_another_model_is_refused_with_both_shapes(half: Path) -> None:

@@ -39,6 +39,14 @@ def test_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(path)] == [1, 4]
 
 
+def test_lines_too_deep_or_too_long_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    deep, digits = b'{"a": ' * 100_000, b'{"step": ' + b"9" * 5000 + b"}"
+    path.write_bytes(b'{"step": 1}\n' + deep + b"\n" + digits + b"\n" + b" " * (3 << 20) + b'\n{"step": 4}\n')
+    assert [line["step"] for line in read_lines(path)] == [1, 4]
+    assert past(path) == (4, 0)
+
+
 def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path)

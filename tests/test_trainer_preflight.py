@@ -41,6 +41,11 @@ def test_a_host_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         ("node-0 slots=8x\n", "line 1 is 'node-0 slots=8x': write it as"),
         ("node-0 slots=8\n\nnode-0 slots=8\n", "line 3: node-0 stands there twice: add up its slots in one line"),
         ("node-0 slots=0\n", "line 1: node-0 has no slots"),
+        ("-oProxyCommand=id slots=8\n", "line 1: '-oProxyCommand=id' is no host's name: it begins with a letter or"),
+        ("node-0;id slots=8\n", "line 1: 'node-0;id' is no host's name"),
+        ("node-0 slots=4097\n", "line 1: node-0 has 4097 slots: must be 4,096 or less"),
+        (f"node-0 slots={'9' * 5000}\n", "line 1 is 'node-0 slots=9999"),
+        ("node-0 slots=\u0663\n", "line 1 is 'node-0 slots=\u0663': write it as"),
         ("# nothing\n", "it names no host: write lines such as"),
     ],
 )

@@ -173,7 +173,17 @@ def test_a_folder_without_steps_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert line.startswith("trainer.report: error: no metrics.jsonl")
 
 
-@pytest.mark.parametrize("line", [{"event": "step", "step": 1}, {"event": "step", "step": "x", "applied": True}])
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "step", "step": 1},
+        {"event": "step", "step": "x", "applied": True},
+        {"event": "checkpoint", "step": 10**30},
+        {"event": "checkpoint", "step": -1},
+        {"event": "checkpoint", "step": 1, "seconds": 10**400},
+        {"event": "end", "spent": [1]},
+    ],
+)
 def test_another_programs_file_is_one_line(tmp_path: Path, line: dict[str, Any]) -> None:
     with pytest.raises(TrainerError, match=r"metrics.jsonl holds a line that no trainer wrote \(.*\): name the folder"):
         read_history(write(tmp_path / "run", [line]))

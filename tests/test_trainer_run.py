@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from trainer import checkpoint
 from trainer.checkpoint import find, load_model, load_weights, require_finite
 from trainer.config import load
 from trainer.data import open_phases
+from trainer.errors import TrainerError
 from trainer.evaluate import evaluate
 from trainer.loader import Loader
 from trainer.model import Bert
 from trainer.schedule import learning_rate
+from trainer.state import state_of
 from trainer.world import World
 
 CPU = torch.device("cpu")
@@ -163,6 +166,52 @@ def test_one_rank_proves_every_part_of_two(tiny_shards: Path, tmp_path: Path) ->
     assert code == 0 and damaged in said and f"resumed from {run / 'step-00000002'} at step 2" in said, said
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"state": {"position": 10**30}}, f"position of its record is {10**30}"),
+        ({"state": {"step": -4}}, "step of its record is -4"),
+        ({"state": {"phase": 3}}, "phase of its record is 3"),
+        ({"optimizer": {"steps": True}}, "steps of its record is True"),
+        ({"loss_scale": {"scale": 1e308}}, "loss scale of its record is 1e+308"),
+        ({"heldout": {"mlm_loss": "low"}}, "heldout of its record is {"),
+        ({"heldout": ["low"]}, "heldout of its record is ['low']"),
+        ({"identity": None}, "its record lacks"),
+    ],
+)
+def test_a_record_that_no_run_can_go_on_from_is_damage(
+    plain: Path, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    folder = Path(shutil.copytree(plain.parent / "run" / "step-00000006", tmp_path / "step-00000006"))
+    assert state_of(checkpoint.read(folder)).step == 6
+    change_record(folder, change)
+    with pytest.raises(TrainerError) as error:
+        state_of(checkpoint.read(folder))
+    assert str(error.value).startswith(f"checkpoint {folder} is damaged: {said}")
+
+
+def test_checkpoints_whose_records_cannot_be_are_passed_over(plain: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(plain.parent / "run", tmp_path / "run"))
+    change_record(run / "step-00000006", {"state": {"position": 10**30}})
+    (run / "step-00000005" / "checkpoint.json").write_text("[" * 100_000)
+    (run / "latest").write_text("a" * 100_000)
+    code, said = train(plain, f"run.folder={run}")
+    assert code == 0 and f"resumed from {run / 'step-00000004'} at step 4" in said, said
+    assert f"passed over: {run / 'latest'} names aaaa" in said
+    assert f"passed over: rank 0: checkpoint {run / 'step-00000006'} is damaged: position of its record is 1000" in said
+    assert f"passed over: {run / 'step-00000005'} is not a whole checkpoint" in said
+
+
+def change_record(folder: Path, parts: dict[str, Any]) -> None:
+    """Write parts of a checkpoint's record anew, with the sum that goes with it."""
+    path = folder / "checkpoint.json"
+    tree = json.loads(path.read_text())
+    del tree["sha256"]
+    for name, part in parts.items():
+        tree["record"][name] = tree["record"][name] | part if isinstance(part, dict) else part
+    path.write_text(json.dumps({**tree, "sha256": checkpoint.tree_sha256(tree)}))
+
+
 def test_weights_that_are_not_finite_are_not_saved(tiny_shards: Path, tmp_path: Path) -> None:
     """However seldom the numbers are looked at."""
     config = write_config(
@@ -174,7 +223,7 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_shards: Path, tmp_path: 
         checkpoint={"every_steps": 1, "keep": 1, "asynchronous": False},
         metrics={"log_every_steps": 100},
     )
-    code, said = train(config, "phases.0.learning_rate=1e30")
+    code, said = train(config, "phases.0.learning_rate=100", "optimizer.weight_decay=10")  # a thousandfold each step
     assert code == 2 and "diverged" in said, said
     found, passed = checkpoint.newest(tmp_path / "run")
     assert found is not None and not passed

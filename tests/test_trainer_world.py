@@ -51,6 +51,8 @@ def test_launchers_describe_a_place(name: str) -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "set RANK, WORLD_SIZE but not LOCAL_RANK"),
         (NODE | {"RANK": "-1"}, "RANK='-1' in the environment is not a number"),
         (NODE | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' in the environment is not a number"),
+        (NODE | {"RANK": "9" * 5000}, f"RANK='{'9' * 80}' in the environment is not a number"),
+        (NODE | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment is not a port, 1 to 65535"),
         (NODE | {"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a number"),
         (NODE | {"RANK": "16"}, "rank 16 of 16, local rank 1 of 16: a rank must be smaller"),
         (NODE | {"LOCAL_WORLD_SIZE": "1"}, "rank 9 of 16, local rank 1 of 1: a rank must be smaller"),

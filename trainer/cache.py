@@ -22,6 +22,7 @@ from typing import IO
 
 from data_prep.atomic import TEMPORARY
 from data_prep.errors import DataError
+from data_prep.json_text import shown
 from data_prep.manifest import (
     LENGTH_COUNTS,
     MANIFEST,
@@ -35,6 +36,7 @@ from data_prep.manifest import (
 )
 from data_prep.shards import PREFIX, index_limit, index_path, tar_path
 from data_prep.tokenizer import TOKENIZER_FILES, load_proven
+from trainer.bounds import outside
 from trainer.errors import TrainerError, shortage
 from trainer.remote import POLL, Remote
 
@@ -58,11 +60,12 @@ class CacheConfig:
         found = []
         if not self.folder:
             found.append("folder is empty: name one on the node's own disk")
-        if not self.gigabytes >= 0:  # nor NaN
-            found.append(f"gigabytes is {self.gigabytes}: must be 0 or more")
+        found += outside(self, gigabytes=(0, 10**6))
         for place in self.redirects:
             if not ORIGIN.fullmatch(place):
-                found.append(f"redirects has {place!r}: name scheme, host and port alone, as https://cdn.example.com")
+                found.append(
+                    f"redirects has {shown(place)}: name scheme, host and port alone, as https://cdn.example.com"
+                )
         return found
 
 
@@ -203,8 +206,9 @@ def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cac
 
     Raises TrainerError with the address of what cannot be had, or that is not what the manifest says.
     """
-    remote, root = Remote(address, stall, cache.redirects), Path(cache.folder).expanduser()
+    remote, root = Remote(address, stall, cache.redirects), Path(cache.folder)
     try:
+        root = root.expanduser()
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="incoming-", dir=root) as incoming:
             remote.fetch(MANIFEST, Path(incoming) / MANIFEST, None, SMALL)
@@ -217,7 +221,7 @@ def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cac
                     _fetch_small(remote, manifest, folder)
                     (Path(incoming) / MANIFEST).replace(folder / MANIFEST)  # last: now it is a data set
         return Cache(remote, folder, cache.gigabytes * 1e9, turn)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: no such user's home
         if shortage(error):
             raise
         raise TrainerError(f"cache.folder {root} cannot be used ({error}): name one that can be written") from None

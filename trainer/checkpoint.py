@@ -27,6 +27,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from data_prep.json_text import parse_json, read_json, shown
+from trainer.bounds import MOST_STEPS, outside
 from trainer.errors import TrainerError, exit_code, explain, shortage
 from trainer.exits import FAILED
 from trainer.model import Bert, ModelConfig
@@ -35,7 +37,9 @@ from trainer.partition import Buffer
 from trainer.world import World
 
 FORMAT, VERSION = "lambert-checkpoint", 2
-_NAME = re.compile(r"step-\d{8,}")
+_NAME = re.compile(r"step-\d{8,}", re.ASCII)
+_LONGEST_NAME = 64  # bytes of ``latest`` that are read
+_LARGEST_LISTING = 1 << 27  # bytes of checkpoint.json; a parameter takes a hundred
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,9 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """What cannot be, each with its remedy."""
-        found = [
-            f"{name} is {getattr(self, name)}: must be 1 or more"
-            for name in ("every_steps", "keep")
-            if getattr(self, name) < 1
-        ]
+        found = outside(
+            self, every_steps=(1, MOST_STEPS), keep=(1, MOST_STEPS), keep_every_steps=(-math.inf, MOST_STEPS)
+        )
         often = self.keep_every_steps
         if often is not None and (often < 1 or (self.every_steps > 0 and often % self.every_steps)):
             found.append(
@@ -82,8 +84,8 @@ def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkp
     passed: list[str] = []
     pointer = root / "latest"
     if pointer.is_file():
-        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        if not (root / name).is_dir():
+        name = _pointed(pointer)
+        if not _NAME.fullmatch(name) or not (root / name).is_dir():
             passed.append(f"{pointer} names {name}, which is not there")
     for folder in sorted(named(root), key=step_of, reverse=True):
         if folder.name in damaged:
@@ -96,13 +98,22 @@ def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkp
     return None, passed
 
 
+def _pointed(pointer: Path) -> str:
+    """The name that ``latest`` holds; cut short if it is no checkpoint's, and so too long for a folder's."""
+    try:
+        with pointer.open("rb") as file:
+            return " ".join(file.read(_LONGEST_NAME).decode(errors="replace").split())
+    except OSError as error:
+        return f"nothing ({error.strerror})"
+
+
 def read(folder: Path) -> Checkpoint:
     """Open one checkpoint and check that its parts, and no others, are there, whole in size.
 
     Raises TrainerError naming what is missing, foreign, too many or short, and OSError if a shortage prevents reading.
     """
     try:
-        tree = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+        tree = read_json(folder / "checkpoint.json", _LARGEST_LISTING)
     except (OSError, ValueError) as error:
         if shortage(error):
             raise  # it may be whole: an older one must not take its place
@@ -111,19 +122,34 @@ def read(folder: Path) -> Checkpoint:
         raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
     if tree.pop("sha256", None) != tree_sha256(tree):
         raise TrainerError(f"checkpoint {folder} is damaged: the sha256 of checkpoint.json differs")
-    parts = {part["name"]: part["sha256"] for part in tree["parts"]}
-    if list(parts) != [part_name(rank, len(parts)) for rank in range(len(tree["parts"]))]:
+    whole, parts = _content(folder, tree), tree["parts"]
+    if list(whole.parts) != [part_name(rank, len(parts)) for rank in range(len(parts))]:
         raise TrainerError(f"checkpoint {folder} is damaged: its list of parts is not that of one save")
-    for part in tree["parts"]:
+    for part in parts:
         path = folder / part["name"]
         size = path.stat().st_size if path.is_file() else None
         if size != part["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
             raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
-    if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in parts):
+    if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in whole.parts):
         raise TrainerError(f"checkpoint {folder} is damaged: {extra[0]} is of another save")
-    shapes = {name: torch.Size(shape) for name, shape in tree["shapes"].items()}
-    return Checkpoint(folder, shapes, parts, tree["record"])
+    return whole
+
+
+def _content(folder: Path, tree: dict[str, Any]) -> Checkpoint:
+    """What ``checkpoint.json`` says. Raises TrainerError if no save wrote it so."""
+    try:
+        shapes = {name: _shape(sizes) for name, sizes in tree["shapes"].items()}
+        parts = {str(part["name"]): str(part["sha256"]) for part in tree["parts"]}
+        record = dict(tree["record"])
+        room = sum(part["bytes"] for part in tree["parts"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TrainerError(
+            f"checkpoint {folder} is damaged: no save wrote its checkpoint.json ({shown(error)})"
+        ) from None
+    if sum(shape.numel() for shape in shapes.values()) > room:
+        raise TrainerError(f"checkpoint {folder} is damaged: its shapes ask for more than its parts can hold")
+    return Checkpoint(folder, shapes, parts, record)
 
 
 def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
@@ -158,8 +184,20 @@ def load_model(checkpoint: Checkpoint, fillers: int = 0) -> Bert:
     """
     weights = load_weights(checkpoint)
     require_finite(f"checkpoint {checkpoint.folder}", weights)
-    model = Bert(ModelConfig(**checkpoint.record["config"]["model"]), fillers=fillers)
+    model = Bert(model_of(checkpoint), fillers=fillers)
     model.load_state_dict(weights)
+    return model
+
+
+def model_of(checkpoint: Checkpoint) -> ModelConfig:
+    """The model that the run's configuration describes. Raises TrainerError if it describes none that can be."""
+    try:
+        model = ModelConfig(**checkpoint.record["config"]["model"])
+        problems = model.problems()
+    except (LookupError, TypeError) as error:
+        problems = [repr(error)]
+    if problems:
+        raise TrainerError(f"checkpoint {checkpoint.folder} has a record of no model ({'; '.join(problems)})")
     return model
 
 
@@ -192,13 +230,16 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
             )
 
 
-def disprove(folder: Path, world: World) -> str:
+def disprove(folder: Path, world: World, check: Callable[[Checkpoint], object] = lambda found: None) -> str:
     """Why it is no whole checkpoint, as far as this rank's share of the proof tells; empty if it tells nothing.
 
+    ``check`` raises TrainerError for a record that this kind of run cannot go on from.
     Raises OSError if a shortage prevents the proof: another checkpoint must not take this one's place for that.
     """
     try:
-        verify(read(folder), world.rank, world.size)
+        found = read(folder)
+        check(found)
+        verify(found, world.rank, world.size)
     except (TrainerError, OSError) as error:
         if exit_code(error) == FAILED:
             raise
@@ -253,6 +294,13 @@ def flat_tensors(optimizer: LambertOptimizer, buffer: Buffer) -> dict[str, Tenso
     return {"weight": buffer.master.detach().view(-1), **optimizer.moments(buffer)}
 
 
+def _shape(sizes: list[int]) -> torch.Size:
+    """Raises ValueError if they are not sizes of a tensor."""
+    if not all(type(size) is int and 0 <= size < 2**40 for size in sizes) or math.prod(sizes) >= 2**40:
+        raise ValueError(f"shape {sizes}"[:80])
+    return torch.Size(sizes)
+
+
 def tree_sha256(tree: dict[str, Any]) -> str:
     """The checksum of plain data as JSON holds it."""
     plain = json.loads(json.dumps(tree))
@@ -280,7 +328,7 @@ class _Pieces:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder = checkpoint.folder
         self.files: list[Any] = [safe_open(checkpoint.folder / name, framework="pt") for name in checkpoint.parts]
-        self.starts = [json.loads(file.metadata()["starts"]) for file in self.files]
+        self.starts = [parse_json(file.metadata()["starts"]) for file in self.files]
 
     def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
         """Elements ``start … start + length`` of the flattened tensor, fp32. Raises TrainerError on a gap."""

@@ -10,15 +10,16 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
+import re
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
+from data_prep.json_text import read_text, shown
+from trainer.bounds import outside
 from trainer.cache import CacheConfig
 from trainer.checkpoint import CheckpointConfig
 from trainer.engine import EngineConfig
@@ -27,10 +28,14 @@ from trainer.evaluate import EvaluationConfig
 from trainer.metrics import MetricsConfig
 from trainer.model import ModelConfig
 from trainer.optimizer import OptimizerConfig
-from trainer.schedule import Phase
+from trainer.schedule import MOST_TOKENS, Phase
+from trainer.strict_yaml import LARGEST, parse_yaml
 from trainer.world import LONGEST
 
+LONGEST_TEXT = 4096  # characters; Linux takes no longer path
+MOST_ITEMS = 1000  # of a list
 _WRONG = object()  # in place of a value that cannot be
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,11 @@ class RunConfig:
         if self.weights == "":
             found.append("weights is empty: name a file or a folder, or set it to null")
         if not 0 <= self.seed < 2**63:
-            found.append(f"seed is {self.seed}: must lie between 0 and 2^63 - 1")
-        if self.ranks is not None and self.ranks < 1:
-            found.append(f"ranks is {self.ranks}: must be 1 or more, or null")
-        for name in ("timeout_seconds", "shuffle_window"):
-            if getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: must be 1 or more")
+            found.append(f"seed is {shown(self.seed)}: must lie between 0 and 2^63 - 1")
+        found += outside(self, ranks=(1, 2**20), timeout_seconds=(1, inf), shuffle_window=(1, 2**20))
         if self.timeout_seconds > LONGEST:
-            found.append(f"timeout_seconds is {self.timeout_seconds}: must be {LONGEST} (thirty days) or less")
+            said = shown(self.timeout_seconds)
+            found.append(f"timeout_seconds is {said}: must be {LONGEST} (thirty days) or less")
         return found
 
 
@@ -102,23 +104,16 @@ class Config:
         for name in sorted({name for name in names if names.count(name) > 1}):
             found.append(f"phases: two phases are named {name!r}: give each its own name")
         for index, phase in enumerate(self.phases):
+            tokens = self.evaluation.micro_batch * phase.sequence_length
+            if phase.heldout is not None and tokens >= MOST_TOKENS:
+                said = f"one of phases.{index} may have {tokens:,} tokens: must be under {MOST_TOKENS:,}: lower it"
+                found.append(f"evaluation.micro_batch is {self.evaluation.micro_batch}: {said}")
             if phase.sequence_length > self.model.max_positions:
                 found.append(
                     f"phases.{index}.sequence_length is {phase.sequence_length} but model.max_positions is "
                     f"{self.model.max_positions}: raise the one or lower the other"
                 )
         return found
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key which stands twice in one mapping, where PyYAML takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -128,13 +123,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     keys, wrong types, values that cannot be and contradictions between sections.
     """
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)  # a SafeLoader
+        tree = parse_yaml(read_text(Path(path), LARGEST))
     except FileNotFoundError:
         raise TrainerError(f"no configuration at {path}: name an existing YAML file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         if shortage(error):
             raise
-        raise TrainerError(f"cannot read {path} as YAML: {' '.join(str(error).split())}") from None
+        raise TrainerError(f"cannot read {path} as YAML: {error}") from None
     problems: list[str] = []
     if not isinstance(tree, dict):
         raise TrainerError(f"{path} holds no mapping: a configuration starts with sections such as `run:`")
@@ -160,8 +155,14 @@ def fingerprint(tree: Any) -> str:
 
 def _override(tree: Any, override: str, problems: list[str]) -> None:
     path, equals, text = override.partition("=")
-    if not equals or not all(path.split(".")):
-        problems.append(f"--set {override}: write it as section.key=value")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", path):
+        given = override if re.fullmatch(r"[\w.]{1,80}", override) else shown(override)
+        problems.append(f"--set {given}: write it as section.key=value")
+        return
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        problems.append(f"--set {path}: the value {shown(text)} is not YAML; quote it ({error})")
         return
     *parents, last = path.split(".")
     at: Any = tree
@@ -171,11 +172,9 @@ def _override(tree: Any, override: str, problems: list[str]) -> None:
                 at = at[_place(part)]
             else:
                 at = at.setdefault(part, {})
-        at[_place(last) if isinstance(at, list) else last] = yaml.safe_load(text)
+        at[_place(last) if isinstance(at, list) else last] = value
     except (LookupError, ValueError, TypeError, AttributeError):
         problems.append(f"--set {path}: no such place in this configuration; list items go by number, from 0")
-    except yaml.YAMLError:
-        problems.append(f"--set {path}: the value {text!r} is not YAML; quote it")
 
 
 def _place(text: str) -> int:
@@ -198,9 +197,9 @@ def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in tree:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), list(fields), 1)
+            near = difflib.get_close_matches(key[:200], list(fields), 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
-            problems.append(f"{_join(where, key)}: unknown key; {hint}")
+            problems.append(f"{_join(where, key if key.isidentifier() else shown(key))}: unknown key; {hint}")
     values, wrong = dict[str, Any](), set[str]()
     for name, spec in fields.items():
         before = len(problems)
@@ -228,6 +227,9 @@ def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         if not isinstance(value, list):
             problems.append(f"{where}: expected a list, found {_seen(value)}")
             return _WRONG
+        if len(value) > MOST_ITEMS:
+            problems.append(f"{where} has {len(value):,} items: must be {MOST_ITEMS:,} at most")
+            return _WRONG
         found = tuple(_value(arguments[0], v, f"{where}.{i}", problems) for i, v in enumerate(value))
         return _WRONG if _WRONG in found else found
     if origin in (Union, types.UnionType):
@@ -238,7 +240,7 @@ def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     if origin is Literal:
         if not any(value == a and type(value) is type(a) for a in arguments):  # True == 1, but is no stage
             choices = ", ".join(str(a) for a in arguments)
-            problems.append(f"{where}: {value!r} is not one of {choices}")
+            problems.append(f"{where}: {shown(value)} is not one of {choices}")
             return _WRONG
         return value
     return _scalar(kind, value, where, problems)
@@ -251,11 +253,15 @@ def _scalar(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
             try:
                 number = float(value)
             except (ValueError, OverflowError):
-                number = math.nan
-            if math.isfinite(number):
+                number = nan
+            if isfinite(number):
                 return number
     elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
+        if kind is not str or (len(value) <= LONGEST_TEXT and not _UNPRINTABLE.search(value)):
+            return value
+        limit = f"must have {LONGEST_TEXT:,} characters at most, and no line ends or control characters"
+        problems.append(f"{where} is {shown(value)}: {limit}")
+        return _WRONG
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
     problems.append(f"{where}: expected {names[kind]}, found {_seen(value)}")
     return _WRONG
@@ -266,4 +272,4 @@ def _join(where: str, key: object) -> str:
 
 
 def _seen(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {value!r}"
+    return "nothing" if value is None else f"{type(value).__name__} {shown(value)}"

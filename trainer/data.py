@@ -15,11 +15,12 @@ from trainer.config import Config
 from trainer.errors import TrainerError
 from trainer.loader import DynamicMasks, Loader
 from trainer.model import ModelConfig
-from trainer.order import Order
+from trainer.order import Order, largest_window
 from trainer.remote import is_remote
-from trainer.schedule import Phase, batch_of, resolve
+from trainer.schedule import Phase, batch_of, batch_problems, resolve
 from trainer.world import World
 
+MOST_MIXED = 2**27  # samples of a window; each takes some 30 bytes of memory on every rank
 _MASKS = 4  # what draws are for; see trainer/order.py
 
 
@@ -81,7 +82,13 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         )
     sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
     order = Order(sizes, config.run.seed, config.run.shuffle_window)
+    if (mixed := largest_window(sizes, order.window)) > MOST_MIXED:
+        problems.append(
+            f"run.shuffle_window is {order.window}: so many shards of {phase.train} hold {mixed:,} samples, which "
+            f"would all be mixed at once: lower it until they are {MOST_MIXED:,} or fewer"
+        )
     global_batch, micro_batches = batch_of(phase, world.size)
+    problems += [f"{where}.{problem}" for problem in batch_problems(phase, world.size, sum(sizes))]
     runs = resolve(phase, global_batch, sum(sizes))
     problems += [f"{where}.{problem}" for problem in runs.problems()]
     return PhaseData(runs, loaders["train"], loaders.get("heldout"), order, global_batch, micro_batches)

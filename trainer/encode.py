@@ -74,7 +74,7 @@ def read_texts(lines: Iterable[str], place: str, fields: Sequence[str] = ()) -> 
                 record = loads(line)
                 texts = [record[field] for field in fields]
                 identity = None if record.get("id") is None else str(record["id"])
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 raise TrainerError(f"{where}: no JSON object with {' and '.join(fields)}: see --json") from None
         else:
             texts = line.split("\t")

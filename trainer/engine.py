@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.dropout import token_keys
 from trainer.batch import Rows
+from trainer.bounds import MOST_STEPS, outside
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.gradients import Gradients
 from trainer.loss_scale import POWERS_OF_TWO, LossScale, next_scale
@@ -60,9 +61,7 @@ class EngineConfig:
             )
         if self.initial_loss_scale not in POWERS_OF_TWO:  # others would round what they scale
             found.append(f"initial_loss_scale is {self.initial_loss_scale}: must be a power of two from 1 to 2^24")
-        if self.loss_scale_growth_interval < 1:
-            found.append(f"loss_scale_growth_interval is {self.loss_scale_growth_interval}: must be 1 or more")
-        return found
+        return found + outside(self, loss_scale_growth_interval=(1, MOST_STEPS))
 
 
 @dataclass(frozen=True)

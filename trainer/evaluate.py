@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,12 +38,13 @@ from data_prep.tokenizer import load_proven
 from kernels import backend
 from kernels.cross_entropy import cross_entropy
 from trainer.batch import IGNORED, MicroBatch
+from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
 from trainer.cache import Cache, CacheConfig, open_cache
-from trainer.checkpoint import find, load_model
+from trainer.checkpoint import find, load_model, model_of
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE
 from trainer.loader import Loader, filler
-from trainer.model import Bert, ModelConfig, log_unigrams, nsp_classes
+from trainer.model import Bert, log_unigrams, nsp_classes
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.remote import is_remote
 from trainer.vocabulary import require_vocabulary, token_counts
@@ -78,8 +80,8 @@ class Target:
         return [
             f"{name} is {value}: must be above 0" + (" and at most 1" if name.endswith("accuracy") else "")
             for name, value in self.named.items()
-            if not 0 < value <= (1 if name.endswith("accuracy") else float("inf"))
-        ]
+            if not 0 < value <= (1 if name.endswith("accuracy") else math.inf)
+        ] + outside(self, mlm_loss=(-math.inf, 100), mask_loss=(-math.inf, 100), nsp_loss=(-math.inf, 100))
 
     def reached(self, figures: dict[str, float]) -> str:
         """Which of the figures have reached it, for people; empty where one has not, or nothing is asked for."""
@@ -110,9 +112,7 @@ class EvaluationConfig:
         found = []
         if self.every_steps is not None and self.every_steps < 1:
             found.append(f"every_steps is {self.every_steps}: must be 1 or more, or null for the end of phases only")
-        if self.micro_batch < 1:
-            found.append(f"micro_batch is {self.micro_batch}: must be 1 or more")
-        return found
+        return found + outside(self, every_steps=(-math.inf, MOST_STEPS), micro_batch=(1, LARGEST_BATCH))
 
 
 @torch.no_grad()
@@ -245,8 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--cache-redirects", nargs="+", default=(), metavar="URL", help="https://host: where a server may redirect to"
     )
     options = parser.parse_args(arguments)
-    if options.micro_batch < 1:
-        parser.error(f"--micro-batch is {options.micro_batch}: must be 1 or more")
+    if problems := EvaluationConfig(micro_batch=options.micro_batch).problems():
+        parser.error("; ".join(f"--{problem.replace('_', '-')}" for problem in problems))
     cache = CacheConfig(options.cache_folder, options.cache_gigabytes, tuple(options.cache_redirects))
     if problems := cache.problems():
         parser.error("; ".join(f"--cache-{problem}" for problem in problems))
@@ -287,7 +287,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
     tell = partial(print, "trainer.evaluate:", file=sys.stderr) if world.is_main else _silent
     found = find(checkpoint, tell)
-    shape = ModelConfig(**found.record["config"]["model"])
+    shape = model_of(found)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
     manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
     for folder, vocab_size in ((heldout, manifest.tokenizer.vocab_size), (train, trained.tokenizer.vocab_size)):

@@ -27,10 +27,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.errors import DataError
+from data_prep.json_text import read_json
 from data_prep.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from trainer import onnx
 from trainer.batch import MicroBatch
-from trainer.checkpoint import find, load_weights, require_finite, sync
+from trainer.checkpoint import find, load_weights, model_of, require_finite, sync
 from trainer.errors import TrainerError, exit_code, explain, shortage
 from trainer.hugging_face import difference, from_hugging_face, missing_heads, to_hugging_face, unused_names
 from trainer.leftovers import drafts, remove, temporary
@@ -121,7 +122,7 @@ def becoming(out: Path) -> Iterator[Path]:
 def limit_length(folder: Path, model: ModelConfig) -> None:
     """Have tokenizer_config.json say what the model can take, whatever the tokenizer said."""
     settings, limit = folder / "tokenizer_config.json", {"model_max_length": model.max_positions}
-    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | limit, indent=2) + "\n", "utf-8")
+    settings.write_text(json.dumps(read_json(settings) | limit, indent=2) + "\n", "utf-8")
 
 
 def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tuple[dict[str, Tensor], ModelConfig]:
@@ -131,8 +132,8 @@ def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tup
     that Lambert cannot compute.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
         if shortage(error):
             raise
         raise TrainerError(f"{folder / 'config.json'} cannot be read: {error}; fetch or export it again") from error
@@ -350,7 +351,7 @@ def _run(options: argparse.Namespace) -> None:
     tell = partial(print, "trainer.export:", file=sys.stderr)
     found = find(options.checkpoint, tell)
     folder, tokenizer = tokenizer_of(found, tell, options.tokenizer)
-    weights, model = load_weights(found), ModelConfig(**found.record["config"]["model"])
+    weights, model = load_weights(found), model_of(found)
     require_finite(f"checkpoint {found.folder}", weights)
     said = [f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}"]
 

@@ -20,6 +20,7 @@ from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.batch import IGNORED, MicroBatch, Rows
+from trainer.bounds import outside
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.finetune.task import Example, collate
 from trainer.model import Bert
@@ -87,8 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_kernels(parser)
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text with one [MASK] or more")
     options = parser.parse_args(arguments)
-    if options.top < 1:
-        parser.error(f"--top is {options.top}: must be 1 or more")
+    if problems := outside(options, top=(1, 1000)):
+        parser.error(f"--{problems[0]}")
     try:
         with backend.using(options.kernels):
             backend.resolve("cpu")

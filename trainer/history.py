@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.json_text import shown
+from trainer.bounds import MOST_STEPS
 from trainer.errors import TrainerError
 from trainer.journal import JOURNAL, PARTS, TASKS, Record, lines
 
@@ -89,8 +91,10 @@ def read_history(folder: Path) -> History:
             reader.read(record)
     except OSError as error:
         raise TrainerError(f"{path} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise TrainerError(f"{path} holds a line that no trainer wrote ({error!r}): name the folder of a run") from None
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise TrainerError(
+            f"{path} holds a line that no trainer wrote ({shown(error)}): name the folder of a run"
+        ) from None
     if not len(reader.steps.columns()["step"]):
         raise TrainerError(f"{path} holds no step yet: look again after the first ones")
     return reader.history()
@@ -114,6 +118,8 @@ class _Reader:
 
     def read(self, record: Record) -> None:
         """Take the next record. Raises KeyError, TypeError or ValueError when it is not a trainer's."""
+        if not 0 <= record.get("step", 0) <= MOST_STEPS:
+            raise ValueError(f"step {shown(record['step'])}")
         if "time" in record:
             self._times = [*self._times[:1], float(record["time"])]
         if "spent" in record:

@@ -10,9 +10,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from data_prep.json_text import read_text, shown
 from trainer.errors import TrainerError
 
 ENVIRONMENT = ".deepspeed_env"
+LARGEST = 1 << 22  # bytes
+MOST_SLOTS = 4096  # ranks of a node: as many as it has GPUs or, without any, cores
+_HOST = re.compile(r"[A-Za-z0-9][\w.:@-]*", re.ASCII)  # ssh and pdsh take what begins with a hyphen for an option
 FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX")  # prefixes that deepspeed passes on by itself; on GPUs also NCCL
 
 
@@ -22,11 +26,18 @@ def read_hosts(path: Path) -> dict[str, int]:
     problems = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         line = line.strip()
-        match = re.match(r"(\S+)\s+slots=(\d+)(?!\S)", line)
+        match = re.match(r"(\S+)\s+slots=0*(\d{1,6})(?!\S)", line, re.ASCII)
         if line == "" or line.startswith("#"):
             continue
         if match is None:
-            problems.append(f"line {number} is {line!r}: write it as `node-0 slots=8`")
+            problems.append(f"line {number} is {shown(line)}: write it as `node-0 slots=8`")
+        elif not _HOST.fullmatch(match[1]):
+            problems.append(
+                f"line {number}: {shown(match[1])} is no host's name: it begins with a letter or a digit, and goes on "
+                "with these, dots, hyphens, colons, @ and _"
+            )
+        elif int(match[2]) > MOST_SLOTS:
+            problems.append(f"line {number}: {match[1]} has {match[2]} slots: must be {MOST_SLOTS:,} or less")
         elif int(match[2]) == 0:
             problems.append(f"line {number}: {match[1]} has no slots: give it its number of GPUs, or remove the line")
         elif match[1] in hosts:
@@ -57,7 +68,7 @@ def _variables(path: Path) -> dict[str, str]:
     for number, line in enumerate(_read(path).splitlines(), 1):
         name, equals, value = line.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()):  # deepspeed knows no comments either
-            problems.append(f"line {number} is {line!r}: write NAME=value, and no empty lines or comments")
+            problems.append(f"line {number} is {shown(line)}: write NAME=value, and no empty lines or comments")
         elif re.search(r'["$`\\]', value):
             problems.append(
                 f'line {number}: {name} holds one of " $ ` \\, which a shell reads: deepspeed quotes for you'
@@ -77,8 +88,8 @@ def left_behind(settings: Mapping[str, str], given: Mapping[str, str], gpus: boo
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path, LARGEST)
+    except (OSError, ValueError) as error:
         raise TrainerError(f"cannot read {path} ({error}): name an existing text file") from None
 
 

@@ -8,15 +8,19 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from data_prep.json_text import parse_json
 
 Record = dict[str, Any]
 JOURNAL = "metrics.jsonl"  # in the run's folder
 SPENT = ("start", "productive", "rework", "skipped", "data", "checkpoint", "evaluation")  # an attempt's whole time
 PARTS = ("data", "forward", "backward", "reduce", "optimizer")  # a step's time on a rank
 TASKS = ("mlm", "nsp")
-_STEP = re.compile(rb'"step": (\d+)')
+_STEP = re.compile(rb'"step": (\d{1,15})(?!\d)')
+_LONGEST = 1 << 20  # bytes of a line; ours have some hundred
 _ATTEMPT = b'{"event": "attempt"'
 
 
@@ -56,14 +60,14 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def lines(path: Path) -> Iterator[Record]:
-    """The JSON lines of a file, one by one; a kill may have cut one short, where the next attempt then goes on.
+    """The JSON objects on a file's lines, one by one. Lines that hold none are passed over: a kill may have cut one.
 
     Raises OSError when the file cannot be read.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for line in iter(partial(file.readline, _LONGEST), ""):  # a longer one comes in pieces, and is none of ours
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 continue
             if isinstance(record, dict):
@@ -78,7 +82,7 @@ def past(path: Path) -> tuple[int, int]:
     highest = attempts = 0
     if path.exists():
         with path.open("rb") as file:
-            for line in file:
+            for line in iter(partial(file.readline, _LONGEST), b""):
                 attempts += line.startswith(_ATTEMPT)
                 found = _STEP.search(line)
                 highest = max(highest, int(found[1]) if found else 0)

@@ -99,7 +99,7 @@ def each_nodes_tasks(text: str) -> list[int]:
     """The number of tasks of each node: ``4(x2),3`` says 4, 4, 3."""
     found = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
         if match is None:
             raise TrainerError(f"Slurm's number of tasks a node is {text!r}, not like 4(x2),3: start the run with srun")
         found += [int(match[1])] * int(match[2] or 1)

@@ -7,6 +7,7 @@ Steps are noted as they end, without a word between ranks and without waiting fo
 from __future__ import annotations
 
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data_prep.json_text import shown
+from trainer.bounds import MOST_STEPS, outside
 from trainer.changes import Changes
 from trainer.engine import StepResult
 from trainer.errors import NotFiniteError, TrainerError
@@ -30,7 +33,7 @@ from trainer.saving import Saved
 from trainer.state import TrainState
 from trainer.stopwatch import Stopwatch
 from trainer.tensorboard import EventFiles
-from trainer.world import World
+from trainer.world import LONGEST, World
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,13 @@ class MetricsConfig:
         """What cannot be, each with its remedy."""
         found = []
         if self.port is not None and not 1 <= self.port <= 65535:
-            found.append(f"port is {self.port}: must lie between 1 and 65535, or be null for no exporter")
-        if self.log_every_steps < 1:
-            found.append(f"log_every_steps is {self.log_every_steps}: must be 1 or more")
-        if self.linger_seconds < 0:
-            found.append(f"linger_seconds is {self.linger_seconds}: must be 0 or more")
+            found.append(f"port is {shown(self.port)}: must lie between 1 and 65535, or be null for no exporter")
+        if not re.fullmatch(r"[\w.:%-]{1,253}", self.address, re.ASCII):
+            found.append(f"address is {shown(self.address)}: must be an IP address of this node, or 0.0.0.0 for all")
+        found += outside(self, log_every_steps=(1, MOST_STEPS), print_seconds=(0, LONGEST), linger_seconds=(0, LONGEST))
         if self.device_teraflops is not None and not self.device_teraflops > 0:
             found.append(f"device_teraflops is {self.device_teraflops}: must be above 0, or null")
-        return found
+        return found + outside(self, device_teraflops=(-math.inf, 10**6))
 
 
 @dataclass(frozen=True)

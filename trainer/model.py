@@ -19,13 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data_prep.tokenizer import MOST_PIECES
 from kernels.attention import attention
 from kernels.bias_gelu import APPROXIMATIONS, bias_gelu
 from kernels.cross_entropy import cross_entropy
 from kernels.embedding import embed
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from trainer.batch import IGNORED, GlobalCounts, MicroBatch, Rows
+from trainer.bounds import ABOVE_0, outside
 
+MOST_PARAMETERS = 10**11  # a training state of more than a terabyte
 VOCAB_MULTIPLE = 64  # table rows are padded to it: matrix products want it, exports cut it off
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -61,21 +64,30 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """All that is wrong with the configuration, a line each."""
-        sizes = ("layers", "hidden", "heads", "intermediate", "max_positions", "vocab_size", "segments")
-        found = [f"{n} is {getattr(self, n)}; it must be at least 1" for n in sizes if getattr(self, n) < 1]
+        found = outside(
+            self,
+            layers=(1, 1000),
+            hidden=(1, 2**16),
+            heads=(1, 2**16),
+            intermediate=(1, 2**18),
+            max_positions=(1, 2**16),
+            vocab_size=(1, MOST_PIECES),
+            segments=(1, 1000),
+            dropout=(0, 0.99),
+            attention_dropout=(0, 0.99),
+            layer_norm_eps=(1e-30, 1),  # in fp32, less is 0
+            initializer_range=(ABOVE_0, 10),
+        )
+        size = self.layers * self.hidden * (4 * self.hidden + 2 * self.intermediate) + self.vocab_rows * self.hidden
+        if not found and size > MOST_PARAMETERS:
+            said = f"come to {size:,} parameters: must be {MOST_PARAMETERS:,} or fewer"
+            found.append(f"layers, hidden, intermediate, vocab_size {said}")
         if self.segments == 1:
             found.append("segments is 1; a pair has two, so it must be at least 2")
         if self.heads > 0 and self.hidden % self.heads:
             found.append(f"hidden is {self.hidden}; it must be a multiple of heads, {self.heads}")
-        for name in ("dropout", "attention_dropout"):
-            p = getattr(self, name)
-            if not 0 <= p <= 0.99:
-                found.append(f"{name} is {p}; it must be from 0 to 0.99")
         if self.gelu not in APPROXIMATIONS:
             found.append(f"gelu is {self.gelu!r}; it must be one of {', '.join(APPROXIMATIONS)}")
-        for name in ("layer_norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
-                found.append(f"{name} is {getattr(self, name)}; it must be above 0")
         return found
 
 

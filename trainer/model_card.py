@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from trainer.checkpoint import Checkpoint
+from data_prep.json_text import shown
+from trainer.checkpoint import Checkpoint, model_of
 from trainer.errors import TrainerError
 from trainer.journal import JOURNAL, SPENT, Record, lines
 from trainer.model import ModelConfig
@@ -60,7 +61,7 @@ def write_card(folder: Path, found: Checkpoint, licence: str | None, language: s
     said = read_journal(found.folder.parent / JOURNAL, record["state"]["step"], config["phases"])
     sections = [
         _front(licence, language),
-        _head(found, ModelConfig(**config["model"])),
+        _head(found, model_of(found)),
         "## Data\n\n" + "\n\n".join(_data(record)),
         "## Recipe\n\n" + _recipe(record),
     ]
@@ -87,8 +88,8 @@ def read_journal(path: Path, step: int, phases: Sequence[dict[str, Any]]) -> Jou
         for record in lines(path):
             said.take(record, step, ends)
             stepped = stepped or record.get("event") == "step"
-    except (LookupError, TypeError, ValueError) as error:
-        raise TrainerError(f"{path} holds a line that no trainer wrote ({error!r}): move it away") from None
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise TrainerError(f"{path} holds a line that no trainer wrote ({shown(error)}): move it away") from None
     return said if stepped and said.facts and said.times else None
 
 

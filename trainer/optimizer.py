@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.adam import Moments, adam_update
 from kernels.flat import Flat, Layout, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
+from trainer.bounds import outside
 from trainer.partition import Buffer, Partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # PyTorch's own names of the two moving averages
@@ -59,8 +60,14 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"{name} is {getattr(self, name)}: must lie in [0, 1)")
-        if not self.epsilon > 0:
-            found.append(f"epsilon is {self.epsilon}: must be above 0")
+        found += outside(
+            self,
+            epsilon=(1e-30, 1),  # in fp32, less is 0
+            weight_decay=(-math.inf, 10),
+            gradient_clipping=(-math.inf, 10**9),
+            min_trust_ratio=(-math.inf, 10**9),
+            max_trust_ratio=(-math.inf, 10**9),
+        )
         for name in ("weight_decay", "gradient_clipping", "min_trust_ratio"):
             if getattr(self, name) < 0:
                 found.append(f"{name} is {getattr(self, name)}: must be 0 (off) or more")

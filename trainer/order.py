@@ -75,6 +75,11 @@ def _window(order: Order, epoch: int, index: int) -> NDArray[np.int64]:
     return pairs[permutation(len(pairs), order.seed, _WINDOW, epoch, index)]
 
 
+def largest_window(sizes: tuple[int, ...], window: int) -> int:
+    """The most samples that ``window`` shards of these sizes may hold."""
+    return sum(sorted(sizes, reverse=True)[:window])
+
+
 def deal(lengths: NDArray[np.int64], parts: int) -> list[NDArray[np.int64]]:
     """Cut a batch into ``parts`` of nearly equal counts and tokens; a pure function of the lengths.
 
@@ -85,4 +90,5 @@ def deal(lengths: NDArray[np.int64], parts: int) -> list[NDArray[np.int64]]:
     ranks = np.arange(len(lengths))
     there = ranks % parts
     part = np.where((ranks // parts) % 2 == 0, there, parts - 1 - there)
-    return [longest_first[part == p] for p in range(parts)]
+    ends = np.cumsum(np.bincount(part, minlength=parts))
+    return np.split(longest_first[np.argsort(part, kind="stable")], ends[:-1])

@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from data_prep.json_text import read_text
+from trainer.strict_yaml import LARGEST, parse_yaml
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def fitting(folder: Path) -> list[Reference]:
     None where it left none, or none that says so.
     """
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = parse_yaml(read_text(folder / "config.yaml", LARGEST))
         shape = config["model"]["layers"], config["model"]["hidden"]
         lengths = {phase["sequence_length"] for phase in config["phases"]}
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+    except (OSError, ValueError, LookupError, TypeError):
         return []
     return [
         each

@@ -6,6 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from data_prep.json_text import shown
+from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_SAMPLES, MOST_STEPS, outside
+
+MOST_TOKENS = 2**31  # of a micro-batch: kernels count them in 32 bits
+MOST_PARTS = 2**17  # micro-batches of all ranks in one step
+MOST_PASSES = 100  # over the shards in one step
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -47,21 +54,23 @@ class Phase:
             found.append("global_batch, micro_batch, accumulation: state exactly two of them; the third follows")
         if sum([self.steps != 0, self.samples is not None, self.epochs is not None]) != 1:
             found.append("steps, samples, epochs: state exactly one of them, the length of the phase")
-        whole = ("sequence_length", "global_batch", "micro_batch", "accumulation", "samples", "reference_batch")
-        for name in (*whole, "decay_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"{name} is {value}: must be 1 or more")
+        found += outside(
+            self,
+            sequence_length=(1, 2**16),
+            global_batch=(1, LARGEST_BATCH),
+            micro_batch=(1, LARGEST_BATCH),
+            accumulation=(1, LARGEST_BATCH),
+            samples=(1, MOST_SAMPLES),
+            reference_batch=(1, LARGEST_BATCH),
+            decay_steps=(1, MOST_STEPS),
+        )
         if self.steps < 0:
-            found.append(f"steps is {self.steps}: must be 1 or more")
-        if self.epochs is not None and not self.epochs > 0:
-            found.append(f"epochs is {self.epochs}: must be above 0")
+            found.append(f"steps is {shown(self.steps)}: must be 1 or more")
+        found += outside(self, steps=(-math.inf, MOST_STEPS), epochs=(ABOVE_0, MOST_STEPS))
         return found + self._rate_problems() + self._warmup_problems() + self._decay_problems()
 
     def _rate_problems(self) -> list[str]:
-        found = []
-        if not self.learning_rate > 0:
-            found.append(f"learning_rate is {self.learning_rate}: must be above 0")
+        found = outside(self, learning_rate=(ABOVE_0, 100))
         for name in ("start_learning_rate", "end_learning_rate"):
             if not 0 <= getattr(self, name) <= self.learning_rate:
                 bounds = f"0 and learning_rate ({self.learning_rate})"
@@ -71,18 +80,21 @@ class Phase:
     def _warmup_problems(self) -> list[str]:
         found = []
         if self.warmup_steps < 0 or 0 < self.steps < self.warmup_steps:
-            most = f"0 and steps ({self.steps})" if self.steps > 0 else "0 and the length of the phase"
-            found.append(f"warmup_steps is {self.warmup_steps}: must lie between {most}")
-        if not self.warmup_power > 0:
-            found.append(f"warmup_power is {self.warmup_power}: must be above 0")
-        elif self.warmup_steps == 0 and (self.start_learning_rate, self.warmup_power) != (0.0, 1.0):
+            most = f"0 and steps ({shown(self.steps)})" if self.steps > 0 else "0 and the length of the phase"
+            found.append(f"warmup_steps is {shown(self.warmup_steps)}: must lie between {most}")
+        else:
+            found += outside(self, warmup_steps=(0, MOST_STEPS))
+        found += outside(self, warmup_power=(ABOVE_0, 20))  # a number of steps to this power is still a float
+        if (
+            self.warmup_power > 0
+            and self.warmup_steps == 0
+            and (self.start_learning_rate, self.warmup_power) != (0.0, 1.0)
+        ):
             found.append("start_learning_rate, warmup_power are the warm-up's, and warmup_steps is 0: leave them out")
         return found
 
     def _decay_problems(self) -> list[str]:
-        found = []
-        if self.power < 0:
-            found.append(f"power is {self.power}: must be 0 or more")
+        found = outside(self, power=(0, 20))
         exponential = self.decay == "exponential"
         if exponential != (self.decay_rate is not None) or exponential != (self.decay_steps is not None):
             found.append("decay_rate, decay_steps: state both for decay: exponential, and none of them without")
@@ -108,6 +120,32 @@ def batch_of(phase: Phase, ranks: int) -> tuple[int, int]:
     assert phase.micro_batch is not None
     share = -(-phase.global_batch // ranks)
     return phase.global_batch, -(-share // phase.micro_batch)
+
+
+def batch_problems(phase: Phase, ranks: int, available: int) -> list[str]:
+    """What is wrong with a step's batch on this many ranks, over shards of ``available`` samples. Pure."""
+    found = []
+    global_batch, micro_batches = batch_of(phase, ranks)
+    cut = f"on {ranks:,} rank(s)"
+    if global_batch > LARGEST_BATCH:
+        found.append(
+            f"micro_batch, accumulation: they come to {global_batch:,} sequences a step {cut}: must be "
+            f"{LARGEST_BATCH:,} or less"
+        )
+    if ranks * micro_batches > MOST_PARTS:
+        found.append(
+            f"accumulation: it comes to {ranks * micro_batches:,} micro-batches a step {cut}: must be "
+            f"{MOST_PARTS:,} or less"
+        )
+    tokens = -(-global_batch // (ranks * micro_batches)) * phase.sequence_length
+    if tokens >= MOST_TOKENS:
+        found.append(f"micro_batch: one may have {tokens:,} tokens {cut}: must be under {MOST_TOKENS:,}: lower it")
+    if global_batch > MOST_PASSES * available:
+        found.append(
+            f"global_batch: a step takes {global_batch:,} sequences, and the shards hold {available:,}: it may take "
+            f"each of them {MOST_PASSES} times at most: lower the batch, or name more shards"
+        )
+    return found
 
 
 def resolve(phase: Phase, global_batch: int, available: int) -> Phase:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from data_prep.json_text import shown
+from trainer.checkpoint import Checkpoint
+from trainer.errors import TrainerError
 from trainer.loader import StepBatch
+from trainer.loss_scale import POWERS_OF_TWO
 from trainer.schedule import Phase
 
 
@@ -46,3 +50,26 @@ class TrainState:
             goes_on = [phase.train for phase in ahead] == [ended.train]
             state = replace(state, phase=state.phase + 1, phase_step=0, position=state.position if goes_on else 0)
         return state
+
+
+def state_of(found: Checkpoint) -> TrainState:
+    """The state that a checkpoint's record holds. Raises TrainerError if no run can go on from that record."""
+    record, names = found.record, {field.name for field in fields(TrainState)}
+    try:
+        counts = {name: record["state"][name] for name in names}
+        counts |= {"good_steps": record["loss_scale"]["good_steps"], "steps": record["optimizer"]["steps"]}
+        phases, scale = record["identity"]["phases"], record["loss_scale"]["scale"]
+        figures = record.get("heldout", {})
+    except (LookupError, TypeError) as error:
+        raise TrainerError(f"checkpoint {found.folder} is damaged: its record lacks {error}") from None
+    wrong = {name: value for name, value in counts.items() if type(value) is not int or not 0 <= value < 2**62}
+    if scale not in POWERS_OF_TWO:
+        wrong["loss scale"] = scale
+    if not isinstance(figures, dict) or not all(isinstance(figure, float | int) for figure in figures.values()):
+        wrong["heldout"] = figures
+    if not wrong and counts["phase"] >= len(phases):
+        wrong["phase"] = counts["phase"]
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise TrainerError(f"checkpoint {found.folder} is damaged: {name} of its record is {shown(value)}")
+    return TrainState(**{name: counts[name] for name in names})

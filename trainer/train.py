@@ -33,7 +33,7 @@ from trainer.model import Bert
 from trainer.network import falls_to_tcp, spoken
 from trainer.saving import Saver, first_failure, stuck_saves
 from trainer.schedule import learning_rate
-from trainer.state import TrainState
+from trainer.state import TrainState, state_of
 from trainer.stop import Stop
 from trainer.stopwatch import Stopwatch
 from trainer.vocabulary import token_counts
@@ -122,7 +122,7 @@ class Run:
             return TrainState()
         found = together(partial(self._load, self.found), self.world)
         self.engine.refresh_weights()
-        state = TrainState(**found.record["state"])
+        state = state_of(found)
         self.saved, self.figures = state.step, found.record.get("heldout", {})
         self.reached = self.config.evaluation.stop_at.reached(self.figures)
         self._say(f"resumed from {found.folder} at step {state.step}")
@@ -141,7 +141,8 @@ class Run:
         told: set[str] = set()
         while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
             folder = self.folder / name
-            failure = first_failure(together(partial(checkpoint.disprove, folder, self.world), self.world), self.world)
+            prove = partial(checkpoint.disprove, folder, self.world, state_of)
+            failure = first_failure(together(prove, self.world), self.world)
             if not failure:
                 together(partial(self._require_same, folder), self.world)
                 return folder

@@ -6,6 +6,7 @@ the checkpoint's record before it is used.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def recorded(record: dict[str, Any]) -> str | None:
 def manifests_of(record: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Manifest | None]]:
     """Each phase that has begun, and the manifest of its training shards, if it is at hand and the same."""
     config = record["config"]
-    cache = [Path(config["cache"]["folder"]).expanduser()] if "cache" in config else []
+    cache = [Path(os.path.expanduser(config["cache"]["folder"]))] if "cache" in config else []
     begun = record.get("identity", {}).get("phases", [])  # of a fine-tuning: none
     begun = begun[: record.get("state", {}).get("phase", 0) + 1]
     for phase, known in zip(config.get("phases", []), begun, strict=False):

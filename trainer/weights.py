@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_prep.errors import DataError
+from data_prep.json_text import parse_json
 from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
-from trainer.checkpoint import find, load_weights, named, require_finite, require_shapes, sync
+from trainer.checkpoint import find, load_weights, model_of, named, require_finite, require_shapes, sync
 from trainer.errors import TrainerError, exit_code, explain, shortage
 from trainer.export import read_folder
 from trainer.hugging_face import missing_heads
@@ -142,7 +143,7 @@ def _read_folder(path: Path, tell: Callable[[str], None]) -> PlainWeights:
     kept = beside if beside.is_dir() else None
     if known is None and kept is not None:
         tell(unproven(found))
-    model = ModelConfig(**found.record["config"]["model"])
+    model = model_of(found)
     return PlainWeights(load_weights(found), model, tokenizer=kept, sha256=known)
 
 
@@ -179,7 +180,7 @@ def _read_file(path: Path) -> PlainWeights:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata() or {}
             said = metadata.get("model")
-            model = None if said is None else ModelConfig(**json.loads(said))
+            model = None if said is None else ModelConfig(**parse_json(said))
             if model is not None and (problems := model.problems()):
                 raise ValueError("; ".join(problems))
             return PlainWeights(tensors, model, sha256=metadata.get("tokenizer"))
@@ -285,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         weights = load_weights(found)
         require_finite(f"checkpoint {found.folder}", weights)
         sha256 = tokenizer_of(found, tell)[1].sha256() if own_folder(found).is_dir() else recorded(found.record)
-        write(weights, ModelConfig(**found.record["config"]["model"]), options.out, sha256)
+        write(weights, model_of(found), options.out, sha256)
         print_result(f"{options.out}: {found.folder}")
     except (TrainerError, DataError, OSError, SafetensorError, MemoryError) as error:
         say_error(f"trainer.weights: error: {one_line(explain(error))}")

@@ -73,9 +73,11 @@ def read_world(environ: Mapping[str, str], device: str) -> World:
     values = {name: found.get(name, default) for name, default in defaults.items()}
     values["MASTER_PORT"] = found.get("MASTER_PORT", PORT)
     for name, value in values.items():
-        if not value.isdigit():
-            raise TrainerError(f"{name}={value!r} in the environment is not a number: check the launcher")
-    rank, size, local_rank, local_size, _ = (int(value) for value in values.values())
+        if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
+            raise TrainerError(f"{name}={value[:80]!r} in the environment is not a number: check the launcher")
+    rank, size, local_rank, local_size, port = (int(value) for value in values.values())
+    if not 1 <= port <= 65535:
+        raise TrainerError(f"MASTER_PORT={port} in the environment is not a port, 1 to 65535: check the launcher")
     if size > 1 and "MASTER_ADDR" not in found:
         raise TrainerError(
             f"WORLD_SIZE is {size} but MASTER_ADDR is not set, so the ranks cannot find one another: start the run "
@@ -129,7 +131,7 @@ def _cuda_versions() -> str:
 def from_launcher(device: str) -> World:
     """The world of this process; see :func:`read_world`. Its environment says it in torchrun's words from now on."""
     found = describe(os.environ)
-    if int(found.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" not in found:
+    if found.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" not in found:
         found |= _meeting_place_by_mpi()
     world = read_world({**os.environ, **found}, device)
     os.environ.update(found)

@@ -8,7 +8,6 @@ each, or one alone that holds a JSON list. The label is the right choice's numbe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from data_prep.json_text import parse_json
 from kernels.cross_entropy import cross_entropy
 from trainer.errors import TrainerError
 from trainer.finetune.classify import cut
@@ -162,7 +162,7 @@ def _value(row: Row, name: str, where: str) -> str:
 
 def _list(text: str, name: str, where: str) -> list[str]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         value = None
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.encoding import flaw
+from data_prep.json_text import parse_json
 from trainer.errors import TrainerError, shortage
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF, which JSON writes as two
@@ -43,7 +44,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def loads(text: str) -> Any:
     """JSON's value. ValueError also for half a character (a lone surrogate), which no tokenizer takes."""
-    value = json.loads(text)
+    value = parse_json(text)
     if _HALF.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -56,7 +57,7 @@ def json_object(text: str, where: str) -> dict[str, Any]:
     """Raises TrainerError where ``text`` is no JSON object."""
     try:
         value = loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise TrainerError(f"{where}: not JSON ({error}); write one object a line") from None
     if not isinstance(value, dict):
         raise TrainerError(f"{where}: no JSON object but {type(value).__name__}; write one object a line")

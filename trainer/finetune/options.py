@@ -9,6 +9,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from data_prep.json_text import shown
+from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
 from trainer.errors import TrainerError
 from trainer.finetune.classify import Columns
 from trainer.finetune.formats import split_name
@@ -17,6 +19,7 @@ from trainer.options import OneLineParser
 from trainer.world import LONGEST
 
 T = TypeVar("T", int, float)
+_STEPS = ("eval_every", "save_every", "patience")
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,16 @@ def problems(options: Options) -> list[str]:
     found, recipe = [], options.recipe
     if recipe.length < 4:
         found.append(f"--max-length is {recipe.length}: must be 4 or more, for a pair of one token each")
-    for name, values in (
-        ("--rates", [s.rate for s in options.settings]),
-        ("--batches", [s.batch for s in options.settings]),
-        ("--epochs", [s.epochs for s in options.settings]),
+    for name, values, most in (
+        ("--rates", [s.rate for s in options.settings], 100),
+        ("--batches", [s.batch for s in options.settings], LARGEST_BATCH),
+        ("--epochs", [s.epochs for s in options.settings], 10**6),
     ):
-        wrong = [value for value in dict.fromkeys(values) if not 0 < value < inf]
-        found += [f"{name}: {value} must be above 0, and finite" for value in wrong]
+        for value in dict.fromkeys(values):
+            if not 0 < value < inf:
+                found.append(f"{name}: {value} must be above 0, and finite")
+            elif value > most:
+                found.append(f"{name}: {shown(value)} must be {most:,} or less")
     found += _alike(options.settings)
     found += [f"--seeds: {seed} must be from 0 to 2^63 - 1" for seed in options.seeds if not 0 <= seed < 2**63]
     if not 0 <= recipe.warmup <= 1:
@@ -126,18 +132,17 @@ def problems(options: Options) -> list[str]:
     found += [
         f"{n} is {v}: must be 0 (off) or more, and finite" for n, v in _from_zero(recipe).items() if not 0 <= v < inf
     ]
-    counted = {
-        "--eval-every": options.eval_every,
-        "--save-every": options.save_every,
-        "--patience": options.patience,
-        "--micro-batch": options.machine.micro_batch,
-        "--timeout": options.machine.timeout,
-    }
     found += [
-        f"{name} is {value}: must be 1 or more" for name, value in counted.items() if value is not None and value < 1
+        *(f"--{line}".replace("_", "-") for line in outside(options, **dict.fromkeys(_STEPS, (1, MOST_STEPS)))),
+        *(f"--{line}".replace("_", "-") for line in outside(options.machine, micro_batch=(1, LARGEST_BATCH))),
+        *(f"--{line}" for line in outside(options.machine, timeout=(1, inf))),
+        *(f"--max-{line}" for line in outside(recipe, length=(-inf, 2**16))),
+        *(f"--{line}".replace("_", "-") for line in outside(recipe, weight_decay=(-inf, 10))),
+        *(f"--clip{line.removeprefix('clipping')}" for line in outside(recipe, clipping=(-inf, 10**9))),
     ]
     if options.machine.timeout > LONGEST:
-        found.append(f"--timeout is {options.machine.timeout}: must be {LONGEST} (thirty days) or less")
+        said = shown(options.machine.timeout)
+        found.append(f"--timeout is {said}: must be {LONGEST} (thirty days) or less")
     if options.out.exists() and not options.out.is_dir():
         found.append(f"--out {options.out} is a file: name a folder")
     if options.predict is not None and options.predict.suffix not in (".tsv", ".jsonl"):

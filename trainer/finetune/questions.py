@@ -59,7 +59,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if error.msg != "Extra data":  # which is behind the first object of JSON lines
             raise TrainerError(f"{path}, line {error.lineno}: not JSON ({error})") from None
         whole = None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise TrainerError(f"{path}: not JSON ({error})") from None
     if isinstance(whole, dict) and "data" in whole:
         yield from _official(path, whole)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import replacing
+from data_prep.json_text import parse_json, read_text
 from trainer.errors import TrainerError
 from trainer.finetune.options import Setting
 from trainer.world import World, broadcast_text, together
@@ -76,7 +77,7 @@ def write_json(path: Path, tree: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """What ``write_json`` wrote of a mapping. Raises TrainerError for anything else."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(read_text(path))
     except ValueError as error:
         raise TrainerError(f"{path} is damaged ({error}): remove its folder, or name another --out") from None
     if not isinstance(tree, dict):
