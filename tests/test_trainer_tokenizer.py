@@ -72,7 +72,7 @@ ALTERED: dict[str, tuple[Callable[[Path], None], str]] = {  # and what is said o
         replace("tokenizer_config.json", '"do_lower_case": true', '"do_lower_case": false'),
         "/tokenizer_config.json has do_lower_case false, tokenizer.json beside it has true",
     ),
-    "vocab.txt alone": (alone, " is not "),
+    "vocab.txt alone": (alone, ": tokenizer.json is missing, which holds its cleaning"),
 }
 
 
