@@ -107,9 +107,10 @@ class Handler(SimpleHTTPRequestHandler):
         elif fault == "slow":
             self.send_response(200)
             self.end_headers()
-            for place in range(0, len(content), 4096):
+            piece = len(content) // 16
+            for place in range(0, len(content), piece):
                 time.sleep(0.1)
-                self.wfile.write(content[place : place + 4096])
+                self.wfile.write(content[place : place + piece])
         else:
             coding, body = {
                 "bomb": ("gzip", BOMB),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import time
@@ -99,7 +100,7 @@ def test_an_answer_that_never_ends_is_not_waited_for(server: Server, cache: Path
 def test_an_answer_that_goes_on_too_slowly_is_broken_off(server: Server, cache: Path, name: str) -> None:
     """Each block comes in time, so nothing ever stands still."""
     server.faults[name] = ["drip"] * 99
-    assert "8,192 bytes in 0.5 s, after 0 (5 attempts)" in refused(server, cache, name)
+    assert re.search(r" bytes in 0.5 s, after [\d,]+ \(5 attempts\)", refused(server, cache, name))
 
 
 @pytest.mark.parametrize("name", ["shard-00001.idx.npy", "shard-00001.tar", "token_counts.npy"])
@@ -113,7 +114,7 @@ def test_a_byte_more_or_less_is_named(server: Server, cache: Path, name: str, fa
 
 def test_a_slow_line_is_no_trickle(server: Server, tmp_path: Path) -> None:
     """What takes longer than a stall, but goes on, arrives."""
-    whole = bytes(1 << 16)
+    whole = bytes(1 << 20)
     (server.folder / "slow").write_bytes(whole)
     server.faults["slow"] = ["slow"]
     Remote(server.address, STALL).fetch("slow", tmp_path / "got", None, len(whole), len(whole))
