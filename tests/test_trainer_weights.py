@@ -196,8 +196,8 @@ def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp
     assert start(tmp_path / "same") == []
     swapped = tmp_path / "swapped"
     shutil.copytree(tmp_path / "same", swapped)
-    (swapped / "tokenizer.json").unlink()  # vocab.txt counts, as for the published models
-    (swapped / "tokenizer_config.json").write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # vocab.txt counts, as for the published models
+        (swapped / name).unlink()
     changed = [*pieces[:7], pieces[8], pieces[7], *pieces[9:]]
     (swapped / "vocab.txt").write_text("\n".join(changed) + "\n")
     with pytest.raises(TrainerError, match=f"another vocabulary than the shards: token 7 is '{pieces[8]}' there, "):
