@@ -201,7 +201,7 @@ def _parameters() -> list[tuple[Tensor, bool]]:
 
 
 def _optimizer_step(flat: Flat, gradient: Tensor, pieces: list[Piece], adapted: bool) -> Callable[[], object]:
-    """The whole step of trainer/optimizer.py on one rank, clipped at a global norm of 1."""
+    """The whole step of trainer/engine/optimizer.py on one rank, clipped at a global norm of 1."""
     layout, moments = make_layout(pieces, len(gradient), gradient.device), Moments(0.9, 0.999, 1e-6, True)
     rows = max(piece.row for piece in pieces) + 1
 

@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 from ranks import ROOT
 
-from trainer.journal import read_lines
+from trainer.monitor.journal import read_lines
 
 COLUMNS = ("mlm_loss", "mask_loss", "nsp_accuracy")
 

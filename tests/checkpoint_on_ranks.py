@@ -24,14 +24,16 @@ from typing import Any
 import engine_on_ranks as tiny
 import torch.distributed as dist
 
-from trainer import checkpoint, saving, weights
-from trainer.checkpoint import CheckpointConfig
-from trainer.engine import Engine, EngineConfig
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint import saving
+from trainer.checkpoint.reading import CheckpointConfig
+from trainer.convert import weights as plain_weights
+from trainer.engine.engine import Engine, EngineConfig
+from trainer.engine.loss_scale import LossScale
+from trainer.engine.optimizer import OptimizerConfig
 from trainer.errors import TrainerError
-from trainer.loss_scale import LossScale
-from trainer.model import Bert
-from trainer.optimizer import OptimizerConfig
-from trainer.world import World, from_launcher, join, leave, together
+from trainer.model.bert import Bert
+from trainer.ranks.world import World, from_launcher, join, leave, together
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def restore(root: Path, engine: Engine[Bert], world: World, path: str | None) ->
         together(lambda: checkpoint.restore(found, engine.optimizer), world)
         engine.loss_scale = LossScale(**found.record["loss_scale"])
     elif path is not None:
-        together(lambda: weights.start_from(Path(path), tiny.MODEL, engine.optimizer, print), world)
+        together(lambda: plain_weights.start_from(Path(path), tiny.MODEL, engine.optimizer, print), world)
     engine.refresh_weights()
     return int(found.record["step"]) if found is not None else 0
 

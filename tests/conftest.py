@@ -21,8 +21,8 @@ from data_prep.draws import bits
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.vocab import train_tokenizer
-from trainer import remote
-from trainer.model import ModelConfig
+from trainer.data import remote
+from trainer.model.bert import ModelConfig
 
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te")
 SEQUENCE_LENGTH = 32

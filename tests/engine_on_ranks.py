@@ -16,19 +16,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import trainer.engine
+import trainer.engine.engine
 from data_prep.draws import bits
 from data_prep.shards import Sample
-from trainer.batch import GlobalCounts, MicroBatch
-from trainer.checkpoint import flat_tensors
-from trainer.engine import Engine, EngineConfig
-from trainer.evaluate import evaluate
-from trainer.loader import collate, filler
-from trainer.model import Bert, ModelConfig
-from trainer.optimizer import OptimizerConfig
-from trainer.order import deal
-from trainer.stopwatch import Stopwatch
-from trainer.world import from_launcher, join, leave
+from trainer.checkpoint.reading import flat_tensors
+from trainer.data.loader import collate, filler
+from trainer.data.order import deal
+from trainer.engine.engine import Engine, EngineConfig
+from trainer.engine.optimizer import OptimizerConfig
+from trainer.engine.stopwatch import Stopwatch
+from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.model.bert import Bert, ModelConfig
+from trainer.ranks.world import from_launcher, join, leave
+from trainer.run.evaluation import evaluate
 
 MODEL = ModelConfig(
     layers=2, hidden=32, heads=2, intermediate=64, max_positions=64, vocab_size=90, dropout=0.1, attention_dropout=0.1
@@ -89,7 +89,7 @@ def allow_fp16_on_cpus() -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda self: True
-    trainer.engine.resolve_precision = lambda config, device: config.precision
+    trainer.engine.engine.resolve_precision = lambda config, device: config.precision
 
 
 def main() -> None:

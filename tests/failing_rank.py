@@ -10,7 +10,7 @@ import runpy
 import sys
 from typing import Any, NoReturn
 
-from trainer.loader import Loader, StepBatch
+from trainer.data.loader import Loader, StepBatch
 
 call, number, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 del sys.argv[:4]

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from data_prep.shards import BLOCK
-from trainer.batch import MicroBatch
-from trainer.cache import CacheConfig, open_cache
-from trainer.loader import Loader, StepBatch
-from trainer.order import Order
+from trainer.data.cache import CacheConfig, open_cache
+from trainer.data.loader import Loader, StepBatch
+from trainer.data.order import Order
+from trainer.model.batch import MicroBatch
 
 ZEROS = bytes(1 << 16)
 BOMB = gzip.compress(bytes(256 << 20), 1)  # about 1 MiB

@@ -136,9 +136,9 @@ def theirs(name: str, folder: Path, model: Path, seeds: list[int], tell: Any) ->
                 ),
             )
             begun = time.perf_counter()
-            trainer.train()
+            trainer.run.train()
             seconds.append(time.perf_counter() - begun)
-            told = [line for line in trainer.state.log_history if f"eval_{task.measure}" in line]
+            told = [line for line in trainer.checkpoint.state.log_history if f"eval_{task.measure}" in line]
             figures.append(told[-1][f"eval_{task.measure}"])
     return figures, seconds
 

@@ -14,7 +14,7 @@ from finetune_inputs import bert_folder, write_data
 from safetensors.torch import load_file
 
 from trainer.finetune.options import Setting
-from trainer.journal import read_lines
+from trainer.monitor.journal import read_lines
 
 MINUS_KILL = -signal.SIGKILL
 ON_RANKS = "tests/finetune_on_ranks.py"

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from data_prep.draws import bits
 from data_prep.tokenizer import load_tokenizer
-from trainer.export import write_folder
-from trainer.model import Bert, ModelConfig
+from trainer.convert.folder import write_folder
+from trainer.model.bert import Bert, ModelConfig
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [first + second for first in ("ba", "de", "go", "ku") for second in ("me", "ni", "po")]

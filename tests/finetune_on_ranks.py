@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from trainer.batch import Rows
-from trainer.engine import Engine, StepResult
+from trainer.engine.engine import Engine, StepResult
 from trainer.finetune import sweep
 from trainer.finetune.__main__ import main
+from trainer.model.batch import Rows
 
 TAKE = Engine.step
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from data_prep.tokenizer import load_tokenizer
 from trainer.finetune.task import Task, TaskModel, Unit, collate
-from trainer.model import ModelConfig
+from trainer.model.bert import ModelConfig
 
 CLS, SEP, UNK = 2, 3, 1
 FIRST = 5  # the id of a vocabulary's first piece of its own

@@ -16,9 +16,9 @@ import torch
 import trainer_on_ranks
 
 import trainer.__main__ as program
-from trainer.batch import GlobalCounts, MicroBatch
-from trainer.engine import Engine, StepResult
-from trainer.model import Bert
+from trainer.engine.engine import Engine, StepResult
+from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.model.bert import Bert
 
 
 def overflow(attempts: list[int]) -> None:

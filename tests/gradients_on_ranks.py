@@ -24,12 +24,12 @@ from prescribed_on_ranks import poison
 from torch import Tensor, nn
 
 from kernels import backend
-from trainer.batch import GlobalCounts, MicroBatch
-from trainer.engine import Engine, EngineConfig
-from trainer.loader import filler
-from trainer.optimizer import OptimizerConfig
-from trainer.partition import fill_masters
-from trainer.world import World, from_launcher, join, leave
+from trainer.data.loader import filler
+from trainer.engine.engine import Engine, EngineConfig
+from trainer.engine.optimizer import OptimizerConfig
+from trainer.engine.partition import fill_masters
+from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.ranks.world import World, from_launcher, join, leave
 
 # cut over the ranks; DeepSpeed puts the first one first. "unread" gets no gradient; "tied" gets two
 SHAPES = {"table": (16, 8), "odd": (7, 5), "unread": (8, 8), "bias": (3,), "tied": (9,)}

@@ -18,13 +18,13 @@ import torch
 from engine_on_ranks import allow_fp16_on_cpus, whole
 from torch import Tensor, nn
 
-from trainer.batch import GlobalCounts, MicroBatch
-from trainer.checkpoint import flat_tensors
-from trainer.engine import Engine, EngineConfig
-from trainer.loader import filler
-from trainer.model import Bert, Layer, ModelConfig, Output
-from trainer.optimizer import OptimizerConfig
-from trainer.world import from_launcher, join, leave
+from trainer.checkpoint.reading import flat_tensors
+from trainer.data.loader import filler
+from trainer.engine.engine import Engine, EngineConfig
+from trainer.engine.optimizer import OptimizerConfig
+from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.model.bert import Bert, Layer, ModelConfig, Output
+from trainer.ranks.world import from_launcher, join, leave
 
 # BERT-Tiny with fewer layers and words
 MODEL = ModelConfig(layers=1, hidden=128, heads=2, intermediate=512, max_positions=128, vocab_size=1000)

@@ -14,9 +14,9 @@ from data_prep.manifest import load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.shards import NO_PAIR
 from data_prep.tokenizer import load_tokenizer
-from trainer.batch import IGNORED, MicroBatch
-from trainer.loader import DynamicMasks, Loader, StepBatch
-from trainer.order import Order
+from trainer.data.loader import DynamicMasks, Loader, StepBatch
+from trainer.data.order import Order
+from trainer.model.batch import IGNORED, MicroBatch
 
 CUTS = [(1, 1), (1, 4), (2, 3), (3, 2), (7, 1)]  # ranks, micro-batches a rank
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import CheckpointConfig, newest
-from trainer.optimizer import OptimizerConfig, make_optimizer
-from trainer.partition import Buffer, Partition, Slice
-from trainer.saving import Saver
-from trainer.world import from_launcher, join
+from trainer.checkpoint.reading import CheckpointConfig, newest
+from trainer.checkpoint.saving import Saver
+from trainer.engine.optimizer import OptimizerConfig, make_optimizer
+from trainer.engine.partition import Buffer, Partition, Slice
+from trainer.ranks.world import from_launcher, join
 
 ELEMENTS = 100_000  # of one rank
 

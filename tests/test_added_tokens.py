@@ -18,11 +18,13 @@ from transformers import AddedToken, AutoTokenizer, BertForPreTraining, BertForS
 from data_prep.__main__ import main as data_prep
 from data_prep.errors import DataError
 from data_prep.tokenizer import Tokenizer, load_tokenizer
-from trainer import encode, export, fill_mask
+from trainer import fill_mask
+from trainer.convert import folder as hf_folder
+from trainer.convert.weights import fitting, load_bert
+from trainer.encode import __main__ as encode
+from trainer.encode.vectors import Text
 from trainer.errors import TrainerError
 from trainer.finetune.start import read_pretrained
-from trainer.vectors import Text
-from trainer.weights import fitting, load_bert
 
 MARKERS = ["[E1]", "[/E1]"]
 TEXTS = [
@@ -142,7 +144,7 @@ def test_encode_and_fill_mask_read_them(tmp_path: Path) -> None:
     [[filled]] = fill_mask.fill_masks(model, ours, ["[E1] bame [/E1] [MASK]"], top=22)
     given = theirs("[E1] bame [/E1] [MASK]", return_tensors="pt")
     with torch.no_grad():
-        logits = export.load_transformers(folder)(**given).prediction_logits[0, 4]
+        logits = hf_folder.load_transformers(folder)(**given).prediction_logits[0, 4]
     shares = [share for _, share in sorted(filled, key=lambda pair: ours.pieces.index(pair[0]))]
     assert shares == pytest.approx(logits.softmax(-1).tolist(), rel=1e-4)
 
@@ -189,14 +191,14 @@ def test_a_tokenizer_smaller_than_its_model_is_told(tmp_path: Path) -> None:
     for line in told:
         assert line.startswith(f"warning: {folder} has 20 pieces, the model of {folder} has 22: no text gives the ids")
     with pytest.raises(TrainerError, match="holds 20 tokens, the model has 22"):
-        weights, model = export.read_folder(folder)
-        export.write_folder(weights, model, folder, tmp_path / "out")
+        weights, model = hf_folder.read_folder(folder)
+        hf_folder.write_folder(weights, model, folder, tmp_path / "out")
 
 
 def test_pretraining_goes_on_only_with_the_same_added_tokens(tmp_path: Path) -> None:
     folder = with_tokens(tmp_path, MARKERS)
     model = replace(TINY, vocab_size=22)
-    weights, _ = export.read_folder(folder)
+    weights, _ = hf_folder.read_folder(folder)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     assert fitting(folder, model, shapes, pytest.fail, folder).keys() == weights.keys()
     plain = tokenizer_folder(tmp_path / "plain")

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from data_prep.__main__ import main
 from data_prep.encoding import flaw, read_utf8
 from data_prep.manifest import load_manifest
-from trainer.encode import decoded
+from trainer.encode.__main__ import decoded
 from trainer.errors import TrainerError
 from trainer.finetune.lines import read_text
 

@@ -20,8 +20,8 @@ from data_prep.picture import draw
 from data_prep.settings import make_settings
 from data_prep.shards import read_index, read_shard
 from data_prep.verify import verify
+from trainer.data.loader import Loader
 from trainer.errors import TrainerError
-from trainer.loader import Loader
 
 NAME = "shard-00001"
 

@@ -19,16 +19,18 @@ from data_prep.build import build
 from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
 from data_prep.vocab import train_tokenizer
-from trainer import export, onnx
-from trainer.checkpoint import find, load_model, load_weights
-from trainer.config import load
+from trainer import export
+from trainer.checkpoint.reading import find, load_model, load_weights
+from trainer.convert import folder as hf_folder
+from trainer.convert import onnx
+from trainer.convert.hugging_face import SILENT
+from trainer.convert.weights import fitting, load_bert
 from trainer.errors import TrainerError
 from trainer.evaluate import main as evaluate
 from trainer.export import main as export_command
 from trainer.fill_mask import fill_masks
-from trainer.hugging_face import SILENT
-from trainer.model import Bert, ModelConfig
-from trainer.weights import fitting, load_bert
+from trainer.model.bert import Bert, ModelConfig
+from trainer.run.config import load
 
 MULTIPLES = (1, 8, 64, 128)
 SIZE, FILLED = 61, {1: 61, 8: 64, 64: 64, 128: 128}
@@ -114,7 +116,7 @@ def test_transformers_gives_them_no_probability_in_any_dtype(dtype: torch.dtype,
 def test_onnx_gives_them_no_probability(filled: Path) -> None:
     pytest.importorskip("onnxruntime")
     folder, model = exported(filled, "--onnx"), load(str(filled / "run.yaml"), []).model
-    batch, bert = export.random_batch(model, 3), load_model(find(filled / "run"), model.vocab_size - SIZE)
+    batch, bert = hf_folder.random_batch(model, 3), load_model(find(filled / "run"), model.vocab_size - SIZE)
     assert onnx.check(folder / "model.onnx", bert, "fill-mask", batch) <= onnx.TOLERANCE
     with pytest.raises(TrainerError, match="outputs differ from the weights' own by inf"):
         onnx.check(folder / "model.onnx", Bert(model, fillers=model.vocab_size - SIZE - 1), "fill-mask", batch)
@@ -135,13 +137,13 @@ def test_the_proof_holds_although_fillers_are_far_below(row: int, by: float, fil
         load_weights(find(filled / "run")),
     )
     tokenizer = load_tokenizer(folder)
-    assert export.check(folder, weights, model, tokenizer).mlm <= export.TOLERANCE
-    theirs = export.load_transformers(folder)
+    assert hf_folder.check(folder, weights, model, tokenizer).mlm <= hf_folder.TOLERANCE
+    theirs = hf_folder.load_transformers(folder)
     with torch.no_grad():
         theirs.cls.predictions.bias[row] += by
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainerError, match="logits differ"):
         patch.setattr(export, "load_transformers", lambda _: theirs)
-        export.check(folder, weights, model, tokenizer)
+        hf_folder.check(folder, weights, model, tokenizer)
 
 
 def test_training_goes_on_from_an_export_without_its_silent_biases(filled: Path) -> None:
@@ -157,12 +159,12 @@ def test_a_checkpoint_of_the_time_when_they_took_part_is_read(filled: Path) -> N
     model = load_model(found, found.record["config"]["model"]["vocab_size"] - SIZE)
     old = model.state_dict() | {"decoder_bias": torch.full_like(model.decoder_bias, 5.0)}
     model.load_state_dict(old)
-    logits, _ = model.logits(export.random_batch(model.model, 1))
+    logits, _ = model.logits(hf_folder.random_batch(model.model, 1))
     assert logits.shape[1] == SIZE
     out = filled / "old"
     if not out.exists():
-        export.write_folder(old, model.model, filled / "tokenizer", out, proven=True)
-    weights, _ = export.read_folder(out)
+        hf_folder.write_folder(old, model.model, filled / "tokenizer", out, proven=True)
+    weights, _ = hf_folder.read_folder(out)
     assert set(weights["decoder_bias"][SIZE : model.model.vocab_size].tolist()) == {SILENT}
 
 

@@ -14,14 +14,14 @@ import torch
 from finetune_command import MINUS_KILL, Inputs, finetune, losses, make_inputs, result, run_folder, weights
 from finetune_inputs import TINY, bert_folder, write_classes
 
+from trainer.data.order import Order
 from trainer.exits import DONE, REFUSED, STOPPED
 from trainer.finetune.data import Cut, read_training, take
 from trainer.finetune.save import write_model
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.task import TaskModel
 from trainer.finetune.tasks import Wish, known
-from trainer.journal import read_lines
-from trainer.order import Order
+from trainer.monitor.journal import read_lines
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from finetune_command import finetune, make_inputs, result, told, weights
 
+from trainer.engine.schedule import Phase, learning_rate
 from trainer.exits import DONE, STOPPED
-from trainer.schedule import Phase, learning_rate
 
 
 def test_stopped_in_fp16_equals_never_stopped(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from unnoticed import unnoticed
 
 from data_prep.tokenizer import SPECIALS, load_tokenizer
 from kernels import dropout
-from trainer import weights
+from trainer.convert import weights as plain_weights
+from trainer.data.order import Order
 from trainer.errors import TrainerError
 from trainer.finetune import save
 from trainer.finetune.__main__ import make_job
@@ -32,8 +33,7 @@ from trainer.finetune.result import Result, Row, read_json, summarise, write_jso
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import choose as choose_run
 from trainer.finetune.task import Example, TaskBatch, TaskModel, Unit, collate
-from trainer.model import SITES, Bert, pool
-from trainer.order import Order
+from trainer.model.bert import SITES, Bert, pool
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,11 @@ def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="layer.1.output.dense.weight; is this the folder of a BERT"):
         read_pretrained(made, None, refuse)
     lacking = {name: tensor for name, tensor in Bert(TINY).state_dict().items() if "layers.1." not in name}
-    weights.write(lacking, TINY, tmp_path / "lacking.safetensors")
+    plain_weights.write(lacking, TINY, tmp_path / "lacking.safetensors")
     given = read_pretrained(tmp_path / "lacking.safetensors", made, refuse)
     with pytest.raises(TrainerError, match="--model lacks 12 tensors of the encoder, layers.1.qkv_weight first"):
         choose(given, CLASSES, refuse)
-    weights.write(Bert(TINY).state_dict(), replace(TINY, max_positions=41), tmp_path / "longer.safetensors")
+    plain_weights.write(Bert(TINY).state_dict(), replace(TINY, max_positions=41), tmp_path / "longer.safetensors")
     given = read_pretrained(tmp_path / "longer.safetensors", made, refuse)
     with pytest.raises(TrainerError, match=r"position_table of \(40, 32\), its configuration says \(41, 32\)"):
         choose(given, CLASSES, refuse)
@@ -202,7 +202,7 @@ def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 
 def test_plain_weights_are_taken_as_they_are_with_a_tokenizer_that_is_named(tmp_path: Path) -> None:
     file, own = tmp_path / "plain.safetensors", Bert(TINY, seed=8).state_dict()
-    weights.write(own, TINY, file)
+    plain_weights.write(own, TINY, file)
     with pytest.raises(TrainerError, match="has no tokenizer beside it: name its folder by --tokenizer"):
         read_pretrained(file, None, refuse)
     given = read_pretrained(file, tokenizer_folder(tmp_path / "tokenizer"), refuse)
@@ -215,7 +215,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     write_tokenizer(other, [*own[1:], own[0]])  # of the same size
     with pytest.raises(TrainerError, match=f"{other} is not the tokenizer that .* was trained with"):
         read_pretrained(made, other, refuse)
-    weights.write(
+    plain_weights.write(
         Bert(TINY).state_dict(), TINY, tmp_path / "plain.safetensors", tokenizer=load_tokenizer(made).sha256()
     )
     read_pretrained(tmp_path / "plain.safetensors", made, refuse)
@@ -308,7 +308,7 @@ def test_a_hidden_head_is_kept_under_lamberts_names_and_told(tmp_path: Path) -> 
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
     save.write_model(tmp_path / "model", own, TINY, task, tokenizer, told.append)
     assert "transformers has no class for this head" in told[0]
-    found = weights.read(tmp_path / "model" / "weights.safetensors", refuse)
+    found = plain_weights.read(tmp_path / "model" / "weights.safetensors", refuse)
     assert found.model == TINY and all(torch.equal(found.tensors[name], tensor) for name, tensor in own.items())
 
 

@@ -14,7 +14,8 @@ from finetune_command import MINUS_KILL, Inputs, finetune, make_inputs, result, 
 from finetune_inputs import TINY, write_classes
 
 from kernels import dropout
-from trainer import checkpoint
+from trainer.checkpoint import reading as checkpoint
+from trainer.data.order import Order
 from trainer.errors import TrainerError
 from trainer.exits import DONE, REFUSED, STOPPED
 from trainer.finetune.__main__ import make_job
@@ -23,8 +24,7 @@ from trainer.finetune.options import Options, parse
 from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.task import TaskModel
 from trainer.finetune.tasks import Wish, known
-from trainer.lock import hold
-from trainer.order import Order
+from trainer.run.lock import hold
 
 STILL = ("--rates", "1e-9")  # where nothing moves, and the first evaluation stays the best
 SHORT = (*STILL, "--epochs", "1", "--seeds", "1,2")  # two runs of six steps

@@ -16,8 +16,8 @@ from test_trainer_engine import largest_difference, mean_difference, steps
 from test_trainer_optimizer import paper
 
 from kernels.dropout import keep, token_keys
-from trainer.export import random_batch
-from trainer.model import Bert, ModelConfig
+from trainer.convert.folder import random_batch
+from trainer.model.bert import Bert, ModelConfig
 
 pytestmark = [
     pytest.mark.gpu,

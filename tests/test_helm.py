@@ -26,8 +26,8 @@ from ranks import ROOT
 from data_prep.__main__ import _parser
 from deploy.launch import Parser, split
 from deploy.node import SETTINGS
-from trainer.config import Config, load
 from trainer.exits import REFUSED, STOPPED
+from trainer.run.config import Config, load
 
 KINDS = ("job", "jobset", "trainjob")
 OPTIONS: dict[str, tuple[str, ...]] = {  # on top of an example, each to be taken by the schemas

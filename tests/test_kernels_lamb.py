@@ -15,8 +15,8 @@ from kernels import backend
 from kernels.adam import Moments
 from kernels.flat import Flat, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
-from trainer.optimizer import OptimizerConfig, make_optimizer
-from trainer.partition import Buffer, Partition, Slice
+from trainer.engine.optimizer import OptimizerConfig, make_optimizer
+from trainer.engine.partition import Buffer, Partition, Slice
 
 RATE = 0.01
 MOMENTS = Moments(0.9, 0.999, 1e-6, True)

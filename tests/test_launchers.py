@@ -33,7 +33,7 @@ import ranks
 import yaml
 
 from data_prep.manifest import load_manifest
-from trainer.journal import read_lines
+from trainer.monitor.journal import read_lines
 
 TIMEOUT = 120
 BIN = Path(sys.executable).parent

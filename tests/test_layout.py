@@ -100,7 +100,7 @@ def test_data_preparation_runs_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "only"), [("deepspeed", "trainer/engine.py"), ("prometheus_client", "trainer/exporter.py")]
+    ("name", "only"), [("deepspeed", "trainer/engine/engine.py"), ("prometheus_client", "trainer/monitor/exporter.py")]
 )
 def test_one_file_alone_imports_it(name: str, only: str) -> None:
     assert [path for path in importers(name) if not path.startswith("data_prep/")] == [only]
@@ -109,7 +109,45 @@ def test_one_file_alone_imports_it(name: str, only: str) -> None:
 
 def test_the_environment_is_read_in_one_place() -> None:
     readers = {*mentions("os.environ"), *mentions("os.getenv"), *mentions("os.environb")}
-    assert {path for path in readers if not path.startswith("data_prep/")} == {"trainer/world.py"}
+    assert {path for path in readers if not path.startswith("data_prep/")} == {"trainer/ranks/world.py"}
+
+
+# ---- rooms of the trainer ------------------------------------------------------------------------------------
+
+# Each room may import from those before it, and from what every part uses. The commands at the top import from all.
+ROOMS = (
+    *("model", "ranks", "data", "engine", "checkpoint", "monitor", "convert", "run", "finetune", "encode", "bench"),
+)
+SHARED = ("bounds", "errors", "exits", "options", "strict_yaml")
+
+
+def trainer_module(path: Path) -> tuple[str, ...]:
+    return path.with_suffix("").parts[1:]
+
+
+def test_every_folder_of_the_trainer_is_a_room() -> None:
+    assert {path.parts[1] for path in FILES if path.parts[0] == "trainer" and len(path.parts) > 2} == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "trainer" and len(p.parts) > 2], ids=str)
+def test_rooms_import_from_rooms_before_them(path: Path) -> None:
+    room = path.parts[1]
+    allowed = {*ROOMS[: ROOMS.index(room) + 1], *SHARED, ""}
+    used = {(name.split(".") + [""])[1] for name in imported(path) if name.split(".")[0] == "trainer"}
+    assert used <= allowed, f"{path} imports from {sorted(used - allowed)}"
+
+
+def test_modules_of_the_trainer_import_one_another_without_a_circle() -> None:
+    modules = {".".join(("trainer", *trainer_module(p))): p for p in FILES if p.parts[0] == "trainer"}
+    left = {name: imported(path) & set(modules) - {name} for name, path in modules.items()}
+    while free := {name for name, needs in left.items() if not needs & set(left)}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert not left, f"in a circle, or behind one: {sorted(left)}"
+
+
+def test_the_top_of_the_trainer_is_what_a_user_can_run() -> None:
+    top = [p for p in FILES if p.parts[0] == "trainer" and len(p.parts) == 2 and p.stem not in (*SHARED, "__init__")]
+    assert all('if __name__ == "__main__":' in (ROOT / path).read_text(encoding="utf-8") for path in top), top
 
 
 # ---- names ---------------------------------------------------------------------------------------------------
@@ -159,11 +197,13 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 
 def test_the_train_loop_reads_as_one_piece() -> None:
-    [loop] = [f for f in functions(Path("trainer/train.py")) if f.name == "train"]
-    assert length(loop) <= 60
-    assert not [node for node in ast.walk(loop) if isinstance(node, ast.Mod)]
-    names = {dotted(node) for node in ast.walk(loop) if isinstance(node, ast.Attribute)}
-    assert not [name for name in names if name.endswith((".item", ".rank", ".is_main"))]
+    loops = [f for f in functions(Path("trainer/run/train.py")) if f.name in ("train", "_train")]
+    assert len(loops) == 2 and any(isinstance(node, ast.While) for loop in loops for node in ast.walk(loop))
+    for loop in loops:
+        assert length(loop) <= 60
+        assert not [node for node in ast.walk(loop) if isinstance(node, ast.Mod)]
+        names = {dotted(node) for node in ast.walk(loop) if isinstance(node, ast.Attribute)}
+        assert not [name for name in names if name.endswith((".item", ".rank", ".is_main"))]
 
 
 def functions(path: Path) -> Iterator[Function]:

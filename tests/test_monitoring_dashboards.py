@@ -20,7 +20,7 @@ from ranks import ROOT
 from data_prep.metrics import Figures, write_textfile
 from deploy.monitoring.dashboards import COUNTERS, DASHBOARDS, FOLDER, SOURCE, queries, substitute, text
 from deploy.monitoring.gpus import DCGM, DCGM_LABELS, counters
-from trainer.exporter import NODE_SERIES, RUN_SERIES
+from trainer.monitor.exporter import NODE_SERIES, RUN_SERIES
 
 # Ids of units as Grafana 11's @grafana/data has them, of those that make sense here; count: takes any noun.
 UNITS = {"none", "string", "locale", "sci", "percentunit", "s", "dtdurations", "bytes", "Bps", "cps", "flops", "hertz"}

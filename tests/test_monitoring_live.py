@@ -27,7 +27,7 @@ from watched_run import DATASET, FIRST, PORTS, RUN, SICK, Site, prepare, said, s
 from deploy.monitoring import pictures
 from deploy.monitoring.dashboards import DASHBOARDS, MARKS, queries, substitute
 from deploy.monitoring.dashboards import page as dashboard
-from trainer.journal import read_lines
+from trainer.monitor.journal import read_lines
 
 FAULTS = {  # planted by the fixture that waits for the alert
     "LambertStraggler": "one of two ranks stands still four fifths of the time (SIGSTOP, SIGCONT)",

@@ -20,8 +20,8 @@ from programs import program
 from ranks import ROOT
 from test_monitoring_dashboards import counts, known, selectors, walk
 
-from trainer.config import Config
-from trainer.metrics import MetricsConfig
+from trainer.monitor.metrics import MetricsConfig
+from trainer.run.config import Config
 
 FOLDER = ROOT / "deploy/monitoring"
 RUNBOOKS = ROOT / "docs/runbooks"

@@ -21,8 +21,8 @@ from trainer_on_ranks import Aim
 from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
-from trainer.journal import read_lines
-from trainer.order import Order
+from trainer.data.order import Order
+from trainer.monitor.journal import read_lines
 
 STEPS = (33, 21)  # of two phases
 BATCHES = (40, 50)

@@ -14,12 +14,12 @@ from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import verify
 from data_prep.vocab import learn_tokenizer
-from trainer.encode import to_examples
-from trainer.export import write_folder
+from trainer.convert.folder import write_folder
+from trainer.convert.weights import load_bert
+from trainer.encode.__main__ import to_examples
+from trainer.encode.vectors import Text
 from trainer.finetune.start import read_pretrained
-from trainer.model import Bert, ModelConfig
-from trainer.vectors import Text
-from trainer.weights import load_bert
+from trainer.model.bert import Bert, ModelConfig
 
 TEXTS = [
     "glad\u200bworld d😊e.",

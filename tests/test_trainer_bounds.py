@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_STEPS, outside
-from trainer.config import Config, load
-from trainer.engine import deepspeed_config
+from trainer.data.order import Order, deal, largest_window
+from trainer.engine.engine import deepspeed_config
+from trainer.engine.schedule import Phase, batch_of, batch_problems, learning_rate, resolve
 from trainer.errors import TrainerError
-from trainer.order import Order, deal, largest_window
-from trainer.schedule import Phase, batch_of, batch_problems, learning_rate, resolve
+from trainer.run.config import Config, load
 from trainer.strict_yaml import DEEPEST, LARGEST, parse_yaml
 
 SIZES = (8192,) * 40  # of shards

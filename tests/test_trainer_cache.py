@@ -16,11 +16,11 @@ import pytest
 from file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, whole_tars
 
 from data_prep.manifest import MANIFEST, load_manifest
-from trainer import remote
-from trainer.cache import Cache, CacheConfig, open_cache
+from trainer.data import remote
+from trainer.data.cache import Cache, CacheConfig, open_cache
+from trainer.data.loader import Loader
+from trainer.data.remote import Remote
 from trainer.errors import TrainerError
-from trainer.loader import Loader
-from trainer.remote import Remote
 
 pytestmark = pytest.mark.usefixtures("no_waits")
 

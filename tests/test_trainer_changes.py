@@ -12,10 +12,10 @@ import ranks
 from finetune_command import finetune, make_inputs, run_folder
 from runs import lines, write_config
 
-from trainer.changes import RATE, Setup, differing, since, spelled
+from trainer.checkpoint.changes import RATE, Setup, differing, since, spelled
+from trainer.checkpoint.state import TrainState
 from trainer.exits import DONE, STOPPED
-from trainer.journal import read_lines
-from trainer.state import TrainState
+from trainer.monitor.journal import read_lines
 
 HALF = TrainState(attempts=40, step=40, phase_step=40)
 

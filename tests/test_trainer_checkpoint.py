@@ -21,12 +21,13 @@ import torch
 from corpora import contents
 from runs import lines, wait_for, write_config
 
-from trainer import checkpoint, saving
-from trainer.checkpoint import CheckpointConfig, tree_sha256
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint import saving
+from trainer.checkpoint.reading import CheckpointConfig, tree_sha256
+from trainer.checkpoint.saving import prune
+from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
-from trainer.identity import require_same_run
-from trainer.saving import prune
-from trainer.schedule import Phase
+from trainer.run.identity import require_same_run
 
 PART = "part-00001-of-00002.safetensors"
 FULL = "File too large"  # what a file meets at its size limit, as it would a full disk

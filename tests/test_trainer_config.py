@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.config import Config, fingerprint, load, to_tree
 from trainer.errors import TrainerError
+from trainer.run.config import Config, fingerprint, load, to_tree
 
 ROOT = Path(__file__).parent.parent
 MINIMAL = """

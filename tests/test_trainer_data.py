@@ -12,12 +12,12 @@ import torch
 
 from data_prep.manifest import load_manifest
 from data_prep.tokenizer import load_tokenizer
-from trainer.config import Config, RunConfig
-from trainer.data import open_phases
+from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
-from trainer.model import ModelConfig
-from trainer.schedule import Phase
-from trainer.world import World
+from trainer.model.bert import ModelConfig
+from trainer.ranks.world import World
+from trainer.run.config import Config, RunConfig
+from trainer.run.phases import open_phases
 
 WORLD = World(1, 3, 1, 3, torch.device("cpu"))
 

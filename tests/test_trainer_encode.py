@@ -22,16 +22,17 @@ from transformers import BertModel
 from data_prep.tokenizer import load_tokenizer
 from data_prep.vocab import train_tokenizer
 from kernels import backend
-from trainer import encode, export
-from trainer.encode import Pooling, main
+from trainer.convert import folder as hf_folder
+from trainer.convert.weights import load_bert, read, write
+from trainer.encode import __main__ as encode
+from trainer.encode.__main__ import Pooling, main
+from trainer.encode.vectors import Part, Text, write_npy
 from trainer.errors import TrainerError
 from trainer.finetune.classify import Columns
 from trainer.finetune.save import write_model
 from trainer.finetune.task import TaskModel, fit
 from trainer.finetune.tasks import Wish, known
-from trainer.model import Bert, ModelConfig
-from trainer.vectors import Part, Text, write_npy
-from trainer.weights import load_bert, read, write
+from trainer.model.bert import Bert, ModelConfig
 
 TEXTS = ["the bank was closed", "he sat on the bank of the river", "the", "a river\tthe closed bank was old", "old"] * 3
 LONGEST = 12
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     size = load_tokenizer(home / "tokenizer").vocab_size
     model = ModelConfig(5, 16, 2, 32, LONGEST, size, initializer_range=0.3)
     weights = {name: w + 0.1 for name, w in Bert(model, seed=1).state_dict().items()}  # no bias is zero
-    export.write_folder(weights, model, home / "tokenizer", home / "out")
+    hf_folder.write_folder(weights, model, home / "tokenizer", home / "out")
     return home / "out"
 
 

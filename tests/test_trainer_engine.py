@@ -10,9 +10,9 @@ import ranks
 import torch
 from engine_on_ranks import MODEL
 
-from trainer.engine import EngineConfig, deepspeed_config, resolve_precision
+from trainer.engine.engine import EngineConfig, deepspeed_config, resolve_precision
 from trainer.errors import TrainerError
-from trainer.model import Bert
+from trainer.model.bert import Bert
 
 # (ranks, ZeRO stage, micro-batches a rank): the same 16 pairs of very different lengths and mask counts,
 # dropout 0.1, in 1 to 16 parts; 3 x 16 and 3 x 6 have empty parts

@@ -19,23 +19,23 @@ from torch import Tensor
 
 import trainer.evaluate
 from data_prep.manifest import load_manifest
-from trainer.batch import IGNORED, MicroBatch
-from trainer.cache import CacheConfig
-from trainer.checkpoint import Checkpoint
+from trainer.checkpoint.reading import Checkpoint
+from trainer.data.cache import CacheConfig
+from trainer.data.loader import Loader
 from trainer.errors import TrainerError
-from trainer.evaluate import (
+from trainer.evaluate import main
+from trainer.model.batch import IGNORED, MicroBatch
+from trainer.model.bert import Bert, ModelConfig, Output
+from trainer.monitor.history import read_history
+from trainer.ranks.world import World
+from trainer.run.evaluation import (
     Target,
     evaluate,
     evaluate_context,
-    main,
     only_mask_token,
     shuffled_context,
     unigram_entropy,
 )
-from trainer.history import read_history
-from trainer.loader import Loader
-from trainer.model import Bert, ModelConfig, Output
-from trainer.world import World
 
 CPU = torch.device("cpu")
 

@@ -22,13 +22,13 @@ from unnoticed import unnoticed
 
 from data_prep.tokenizer import load_tokenizer
 from kernels.bias_gelu import bias_gelu
-from trainer import export
+from trainer.convert import folder as hf_folder
+from trainer.convert.hugging_face import from_hugging_face, missing_heads, to_hugging_face
+from trainer.convert.weights import load_bert
 from trainer.errors import TrainerError
 from trainer.fill_mask import fill_masks
 from trainer.fill_mask import main as fill_main
-from trainer.hugging_face import from_hugging_face, missing_heads, to_hugging_face
-from trainer.model import Bert, ModelConfig
-from trainer.weights import load_bert
+from trainer.model.bert import Bert, ModelConfig
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(65))]
 TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=len(WORDS))
@@ -58,7 +58,7 @@ def trained(model: ModelConfig = TINY) -> dict[str, Tensor]:
 
 def written(tokenizer: Path, model: ModelConfig = TINY) -> Path:
     out = tokenizer.parent / f"export-{model.gelu}"
-    export.write_folder(trained(model), model, tokenizer, out)
+    hf_folder.write_folder(trained(model), model, tokenizer, out)
     return out
 
 
@@ -66,8 +66,8 @@ def written(tokenizer: Path, model: ModelConfig = TINY) -> Path:
 def test_transformers_logits_are_the_trained_models(gelu: str, tokenizer: Path) -> None:
     model = replace(TINY, gelu=gelu)
     folder = written(tokenizer, model)
-    parity = export.check(folder, trained(model), model, load_tokenizer(tokenizer))
-    assert 0 < max(parity.mlm, parity.nsp) <= export.TOLERANCE
+    parity = hf_folder.check(folder, trained(model), model, load_tokenizer(tokenizer))
+    assert 0 < max(parity.mlm, parity.nsp) <= hf_folder.TOLERANCE
 
 
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
@@ -119,18 +119,18 @@ def test_the_decoder_stays_tied_and_keeps_its_bias_through_a_step_and_another_ex
         torch.optim.SGD(theirs.parameters(), lr=0.1).step()
         theirs.save_pretrained(tokenizer.parent / round_)
         torch.save(theirs.state_dict(), tokenizer.parent / round_ / "pytorch_model.bin")  # with both names of the table
-        weights, model = export.read_folder(tokenizer.parent / round_)
+        weights, model = hf_folder.read_folder(tokenizer.parent / round_)
         assert not torch.equal(weights["token_table"][7], trained()["token_table"][7])
         (tokenizer.parent / round_ / "model.safetensors").unlink()
-        pickled, _ = export.read_folder(tokenizer.parent / round_)
+        pickled, _ = hf_folder.read_folder(tokenizer.parent / round_)
         assert all(torch.equal(pickled[name], tensor) for name, tensor in weights.items())
         folder = tokenizer.parent / f"out-{round_}"
-        assert export.write_folder(weights, model, tokenizer, folder, proven=True) is not None
+        assert hf_folder.write_folder(weights, model, tokenizer, folder, proven=True) is not None
 
 
 def test_the_file_holds_every_parameter_in_fp32(tokenizer: Path) -> None:
     folder = tokenizer.parent / "half"
-    export.write_folder({name: w.half() for name, w in trained().items()}, TINY, tokenizer, folder)
+    hf_folder.write_folder({name: w.half() for name, w in trained().items()}, TINY, tokenizer, folder)
     tensors = load_file(folder / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.float32}
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def test_the_file_holds_every_parameter_in_fp32(tokenizer: Path) -> None:
 
 
 def test_what_is_read_back_is_what_was_written(tokenizer: Path) -> None:
-    weights, model = export.read_folder(written(tokenizer, replace(TINY, gelu="tanh")))
+    weights, model = hf_folder.read_folder(written(tokenizer, replace(TINY, gelu="tanh")))
     assert model == replace(TINY, gelu="tanh")
     expected = trained(model)
     for name in ("token_table", "decoder_bias"):
@@ -160,7 +160,7 @@ def test_masks_are_filled_as_transformers_fills_them(tokenizer: Path, capsys: py
     folder, texts = written(tokenizer), ["w1 [MASK] w2 [MASK]", "[MASK]"]
     model, own, _ = load_bert(folder)
     answers = fill_masks(model, load_tokenizer(own), texts, top=3)
-    theirs, reader = export.load_transformers(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    theirs, reader = hf_folder.load_transformers(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for text, masks in zip(texts, answers, strict=True):
         given = reader(text, return_tensors="pt")
         with torch.no_grad():
@@ -187,7 +187,7 @@ def test_a_folder_that_is_not_the_trained_model_fails_the_check(tokenizer: Path)
     folder, weights = written(tokenizer), trained()
     weights["layers.0.mlp_in_bias"][3] += 0.01
     with pytest.raises(TrainerError, match="logits differ"):
-        export.check(folder, weights, TINY, load_tokenizer(tokenizer))
+        hf_folder.check(folder, weights, TINY, load_tokenizer(tokenizer))
 
 
 def tokenizer_of(folder: Path, pieces: list[str]) -> Path:
@@ -204,7 +204,7 @@ def test_the_padding_token_is_the_tokenizers_wherever_it_stands(place: int, tmp_
     pieces = WORDS[1:]
     pieces.insert(place, "[PAD]")
     folder, weights = tmp_path / "out", trained()
-    export.write_folder(weights, TINY, tokenizer_of(tmp_path / "own", pieces), folder, proven=True)
+    hf_folder.write_folder(weights, TINY, tokenizer_of(tmp_path / "own", pieces), folder, proven=True)
     theirs = BertForPreTraining.from_pretrained(folder)
     tokens = torch.arange(TINY.vocab_size).view(-1, 10)
     theirs(tokens).seq_relationship_logits.sum().backward()
@@ -215,7 +215,7 @@ def test_the_padding_token_is_the_tokenizers_wherever_it_stands(place: int, tmp_
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_the_proof_notices_a_wrong_value_of_every_field(name: str, tokenizer: Path) -> None:
     folder, own = written(tokenizer), load_tokenizer(tokenizer)
-    assert unnoticed(folder / name, lambda: export.check(folder, trained(), TINY, own)) == []
+    assert unnoticed(folder / name, lambda: hf_folder.check(folder, trained(), TINY, own)) == []
 
 
 # ---- refusals -------------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ def test_the_proof_notices_a_wrong_value_of_every_field(name: str, tokenizer: Pa
 def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(tokenizer: Path) -> None:
     out = tokenizer.parent / "out"
     out.mkdir()
-    export.write_folder(trained(), TINY, tokenizer, out)
+    hf_folder.write_folder(trained(), TINY, tokenizer, out)
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(TrainerError, match="already there"):
-        export.write_folder(trained(), TINY, tokenizer, out)
+        hf_folder.write_folder(trained(), TINY, tokenizer, out)
     assert (out / "model.safetensors").read_bytes() == before
 
 
@@ -235,7 +235,7 @@ def test_what_a_killed_export_left_is_no_hindrance(tokenizer: Path) -> None:
     left = tokenizer.parent / ".export-none.tmp"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half of it")
-    export.read_folder(written(tokenizer))
+    hf_folder.read_folder(written(tokenizer))
     assert not left.exists()
 
 
@@ -245,7 +245,7 @@ def test_an_export_that_fails_leaves_nothing(tokenizer: Path) -> None:
 
     before, out = sorted(tokenizer.parent.iterdir()), tokenizer.parent / "failed"
     with pytest.raises(TrainerError, match="5 files"):
-        export.write_folder(trained(), TINY, tokenizer, out, finish=fail)
+        hf_folder.write_folder(trained(), TINY, tokenizer, out, finish=fail)
     assert sorted(tokenizer.parent.iterdir()) == before
 
 
@@ -260,7 +260,7 @@ def test_an_export_that_fails_leaves_nothing(tokenizer: Path) -> None:
 def test_weights_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str, tokenizer: Path) -> None:
     out = tokenizer.parent / "out"
     with pytest.raises(TrainerError, match=message):
-        export.write_folder(trained() | change, TINY, tokenizer, out)
+        hf_folder.write_folder(trained() | change, TINY, tokenizer, out)
     assert not out.exists()
     weights = trained()
     del weights["mlm_bias"]
@@ -271,7 +271,7 @@ def test_weights_that_do_not_fit_are_refused(change: dict[str, Tensor], message:
 def test_another_tokenizer_is_refused(tokenizer: Path) -> None:
     model = replace(TINY, vocab_size=71)
     with pytest.raises(TrainerError, match="holds 70 tokens, the model has 71"):
-        export.write_folder(trained(model), model, tokenizer, tokenizer.parent / "out")
+        hf_folder.write_folder(trained(model), model, tokenizer, tokenizer.parent / "out")
     (tokenizer / "tokenizer.json").unlink()
     with pytest.raises(TrainerError, match="lacks tokenizer.json"):
         written(tokenizer)
@@ -332,7 +332,7 @@ def test_a_model_that_lambert_cannot_compute_is_refused(
     config = {name: value for name, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(TrainerError, match=message):
-        export.read_folder(folder)
+        hf_folder.read_folder(folder)
 
 
 def test_damaged_and_missing_files_are_one_line(tokenizer: Path) -> None:
@@ -340,31 +340,31 @@ def test_damaged_and_missing_files_are_one_line(tokenizer: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[:-100])
     with pytest.raises(TrainerError, match=r"model.safetensors cannot be read: [^\n]*$"):
-        export.read_folder(folder)
+        hf_folder.read_folder(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(TrainerError, match="neither model.safetensors nor pytorch_model.bin"):
-        export.read_folder(folder)
+        hf_folder.read_folder(folder)
     for content in (weights, b"", [torch.zeros(2)], {"step": 1}):
         if isinstance(content, bytes):
             (folder / "pytorch_model.bin").write_bytes(content)
         else:
             torch.save(content, folder / "pytorch_model.bin")
         with pytest.raises(TrainerError, match=r"pytorch_model.bin cannot be read: it holds [^\n]*$"):
-            export.read_folder(folder)
+            hf_folder.read_folder(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(TrainerError, match="holds no object"):
-        export.read_folder(folder)
+        hf_folder.read_folder(folder)
     (folder / "config.json").unlink()
     with pytest.raises(TrainerError, match="config.json cannot be read: .*; fetch or export it again"):
-        export.read_folder(folder)
+        hf_folder.read_folder(folder)
 
 
 def test_a_pickled_state_dict_is_read_without_running_code(tokenizer: Path) -> None:
     folder = written(tokenizer)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    expected, _ = export.read_folder(folder)
+    expected, _ = hf_folder.read_folder(folder)
     (folder / "model.safetensors").unlink()
-    weights, _ = export.read_folder(folder)
+    weights, _ = hf_folder.read_folder(folder)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 

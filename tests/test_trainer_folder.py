@@ -15,11 +15,11 @@ import ranks
 from runs import lines, wait_for, write_config
 from trainer_on_ranks import Aim
 
+from trainer.checkpoint.saving import _wait_for_parts
 from trainer.errors import TrainerError
-from trainer.history import read_history
-from trainer.identity import require_own_folder
-from trainer.lock import hold
-from trainer.saving import _wait_for_parts
+from trainer.monitor.history import read_history
+from trainer.run.identity import require_own_folder
+from trainer.run.lock import hold
 
 
 def test_a_folder_is_held_by_one_and_the_next_waits_for_its_end(tmp_path: Path) -> None:

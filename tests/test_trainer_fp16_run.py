@@ -12,9 +12,9 @@ import ranks
 from runs import lines, write_config
 from trainer_on_ranks import Aim
 
-from trainer.config import load
-from trainer.journal import read_lines
-from trainer.schedule import learning_rate
+from trainer.engine.schedule import learning_rate
+from trainer.monitor.journal import read_lines
+from trainer.run.config import load
 
 STEPS, WARM_UP = 8, "phases.0.warmup_steps=3"
 SKIPPED = (0, 2, 3, 9)  # attempts

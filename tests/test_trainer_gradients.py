@@ -15,9 +15,9 @@ import torch
 from test_trainer_optimizer import RATE, paper
 from torch import Tensor
 
-from trainer import gradients
-from trainer.gradients import Gradients
-from trainer.partition import Halves
+from trainer.engine import gradients
+from trainer.engine.gradients import Gradients
+from trainer.engine.partition import Halves
 
 # Micro-batches of the steps, and who overflows in which of them: the first, the last, the only one.
 PLAN = [(1, ""), (3, ""), (3, "0:0"), (2, ""), (2, "last:1"), (1, ""), (1, "0:0"), (3, "")]

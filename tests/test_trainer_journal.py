@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.journal import Journal, past, read_lines, tokens_per_second
+from trainer.monitor.journal import Journal, past, read_lines, tokens_per_second
 
 
 def test_what_is_written_is_read_and_null_stands_for_what_is_not_finite(tmp_path: Path) -> None:

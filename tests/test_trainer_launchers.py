@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import TrainerError
-from trainer.launchers import describe, each_nodes_tasks, first_host
+from trainer.ranks.launchers import describe, each_nodes_tasks, first_host
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "9",

@@ -14,11 +14,11 @@ import ranks
 from ranks import ROOT
 from runs import lines, write_config
 
-from trainer import checkpoint
-from trainer.checkpoint import CheckpointConfig
-from trainer.export import becoming
-from trainer.leftovers import drafts, move_aside, remove, stuck, temporary
-from trainer.saving import prune, stuck_saves
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.leftovers import drafts, move_aside, remove, stuck, temporary
+from trainer.checkpoint.reading import CheckpointConfig
+from trainer.checkpoint.saving import prune, stuck_saves
+from trainer.convert.folder import becoming
 
 NOBODY = 65534
 
@@ -120,7 +120,8 @@ def test_the_preflight_and_the_start_tell_it_and_change_nothing(done: Path, tmp_
 def as_nobody(folder: Path, code: str) -> str:
     """What ``code`` prints, run in ``folder`` by a user whom permissions bind."""
     became = f"os.setgid({NOBODY}); os.setuid({NOBODY})\n" if os.getuid() == 0 else ""
-    imports = "import os\nfrom pathlib import Path\nfrom trainer.saving import CheckpointConfig, prune, stuck_saves\n"
+    imports = "import os\nfrom pathlib import Path\n"
+    imports += "from trainer.checkpoint.saving import CheckpointConfig, prune, stuck_saves\n"
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", imports + became + code], cwd=folder, env=environ, capture_output=True, text=True

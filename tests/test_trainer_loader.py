@@ -22,10 +22,10 @@ from data_prep.manifest import file_sha256, load_manifest
 from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Sample
 from kernels.dropout import token_keys
-from trainer.batch import IGNORED, MicroBatch
+from trainer.data.loader import Loader, collate
 from trainer.errors import PassingError, TrainerError
-from trainer.loader import Loader, collate
-from trainer.model import Bert, ModelConfig
+from trainer.model.batch import IGNORED, MicroBatch
+from trainer.model.bert import Bert, ModelConfig
 
 # ---- every sample once, the same for every cut -----------------------------------------------------------
 

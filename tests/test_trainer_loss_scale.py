@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import ranks
 
+from trainer.engine.loss_scale import LossScale, next_scale
 from trainer.errors import TrainerError
-from trainer.loss_scale import LossScale, next_scale
 
 
 def run(state: LossScale, steps: int, largest: float) -> list[LossScale]:

@@ -18,10 +18,10 @@ from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.vocab import train_tokenizer
+from trainer.data.loader import DynamicMasks, Loader
+from trainer.data.order import Order
 from trainer.errors import TrainerError
-from trainer.journal import read_lines
-from trainer.loader import DynamicMasks, Loader
-from trainer.order import Order
+from trainer.monitor.journal import read_lines
 
 UNITS = ("token", "word", "ngram", "span")
 DEVIATIONS = 5  # that a measured mean may be off: by chance once in 1.7 million times

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from runs import wait_for, write_config
 
 from trainer.errors import TrainerError
-from trainer.facts import code
-from trainer.meeting import Account, Meeting, differences, meet, numbers, refusals
-from trainer.world import nccl_reason
+from trainer.ranks.meeting import Account, Meeting, differences, meet, numbers, refusals
+from trainer.ranks.world import nccl_reason
+from trainer.run.facts import code
 
 SAME = {"torch": "2.13.0", "the configuration": "abc"}
 MEET = """
-import sys, trainer.meeting
+import sys, trainer.ranks.meeting
 from trainer.world import from_launcher, join, leave
 from trainer.errors import LostError, TrainerError
 world = from_launcher("cpu")
-trainer.meeting.SAY_SECONDS = 1
+trainer.ranks.meeting.SAY_SECONDS = 1
 try:
     print(join(world, int(sys.argv[1]), {"torch": sys.argv[2]}), flush=True)
 except TrainerError as error:
@@ -147,7 +147,7 @@ def test_the_code_is_told_apart_by_every_file(tmp_path: Path, monkeypatch: pytes
     for package in ("data_prep", "kernels", "trainer"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "a.py").write_text("x = 1\n")
-    monkeypatch.setattr("trainer.facts.ROOT", tmp_path)
+    monkeypatch.setattr("trainer.run.facts.ROOT", tmp_path)
     before = code()
     (tmp_path / "kernels" / "a.py").write_text("x = 2\n")
     changed = code()

@@ -22,19 +22,19 @@ from prometheus_client import Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import free_port
 
-from trainer.batch import GlobalCounts
-from trainer.engine import StepResult
+from trainer.checkpoint.saving import Saved
+from trainer.checkpoint.state import TrainState
+from trainer.data.loader import StepBatch, filler
+from trainer.engine.engine import StepResult
+from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import NotFiniteError, TrainerError
-from trainer.exporter import NODE_SERIES, RUN_SERIES, STATES, Exporter
-from trainer.flops import model_flops, peak_flops
-from trainer.journal import PARTS, SPENT, read_lines
-from trainer.loader import StepBatch, filler
-from trainer.metrics import Metrics, MetricsConfig, Subject
-from trainer.model import ModelConfig
-from trainer.saving import Saved
-from trainer.state import TrainState
-from trainer.stopwatch import Stopwatch
-from trainer.world import World
+from trainer.model.batch import GlobalCounts
+from trainer.model.bert import ModelConfig
+from trainer.model.flops import model_flops, peak_flops
+from trainer.monitor.exporter import NODE_SERIES, RUN_SERIES, STATES, Exporter
+from trainer.monitor.journal import PARTS, SPENT, read_lines
+from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
+from trainer.ranks.world import World
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)
 TINY = ModelConfig(layers=1, hidden=8, heads=2, intermediate=16, max_positions=8, vocab_size=50)
@@ -279,7 +279,7 @@ def test_every_second_is_spent_on_something(tmp_path: Path, monkeypatch: pytest.
     """The clock at each call: made, started, a step, evaluated, a step that is known, saved, one that overflowed."""
     write_steps(tmp_path, 2)
     clock = iter([0.0, 5.0, 6.0, 100.0, 103.0, 200.0, 202.0])
-    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(clock))
     told = metrics(tmp_path, replace(QUIET, log_every_steps=1000))
     told.describe(TrainState(step=1), {})
     state = train(told, 1, TrainState(step=1))
@@ -304,7 +304,9 @@ def write_steps(folder: Path, steps: int) -> None:
 
 
 def test_what_ranks_tell_is_a_step_on_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.metrics.time.perf_counter", iter(range(1000)).__next__)  # a step takes a second
+    monkeypatch.setattr(
+        "trainer.monitor.metrics.time.perf_counter", iter(range(1000)).__next__
+    )  # a step takes a second
     told = metrics(tmp_path)
     told.describe(TrainState(), {})
     assert value(told, "step_part_seconds_total", rank="0", part="reduce") == 0  # counters are there before they count

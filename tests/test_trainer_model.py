@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import BertConfig, BertForPreTraining, BertModel
 
 from kernels import backend, dropout
-from trainer.batch import IGNORED, MicroBatch
-from trainer.export import TOLERANCE, padded_logits, random_batch, read_folder
-from trainer.hugging_face import from_hugging_face
-from trainer.model import VOCAB_MULTIPLE, Bert, ModelConfig
+from trainer.convert.folder import TOLERANCE, padded_logits, random_batch, read_folder
+from trainer.convert.hugging_face import from_hugging_face
+from trainer.model.batch import IGNORED, MicroBatch
+from trainer.model.bert import VOCAB_MULTIPLE, Bert, ModelConfig
 
 TINY = ModelConfig(layers=2, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=100)
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)

@@ -15,12 +15,12 @@ import yaml
 from runs import write_config
 
 from data_prep.manifest import manifest_hash
-from trainer.checkpoint import Checkpoint
-from trainer.config import load, to_tree
+from trainer.checkpoint.reading import Checkpoint
+from trainer.checkpoint.state import TrainState
+from trainer.convert.model_card import write_card
 from trainer.errors import TrainerError
-from trainer.model import Bert, ModelConfig
-from trainer.model_card import write_card
-from trainer.state import TrainState
+from trainer.model.bert import Bert, ModelConfig
+from trainer.run.config import load, to_tree
 
 DAY = 1_795_000_000.0  # 2026-11-18
 SPENT = {"start": 100.0, "productive": 3400.0, "evaluation": 100.0}

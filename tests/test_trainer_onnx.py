@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import onnx
-from trainer.batch import MicroBatch
+from trainer.convert import onnx
+from trainer.convert.folder import random_batch
 from trainer.errors import TrainerError
-from trainer.export import random_batch
-from trainer.model import Bert, ModelConfig
+from trainer.model.batch import MicroBatch
+from trainer.model.bert import Bert, ModelConfig
 
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=70, gelu="tanh")
 

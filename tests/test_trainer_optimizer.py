@@ -21,10 +21,10 @@ from test_trainer_engine import largest_difference, steps
 from torch import Tensor, nn
 
 from kernels.dropout import token_keys
+from trainer.engine.optimizer import LambertOptimizer, OptimizerConfig, decays, make_optimizer
+from trainer.engine.partition import Buffer, Partition, Slice, read_partition
 from trainer.errors import TrainerError
-from trainer.model import Bert, ModelConfig
-from trainer.optimizer import LambertOptimizer, OptimizerConfig, decays, make_optimizer
-from trainer.partition import Buffer, Partition, Slice, read_partition
+from trainer.model.bert import Bert, ModelConfig
 
 RATE, STEPS = 0.01, 20
 

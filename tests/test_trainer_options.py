@@ -20,12 +20,14 @@ import trainer.evaluate
 from data_prep.manifest import load_manifest, manifest_hash
 from data_prep.tokenizer import load_tokenizer
 from kernels import backend
-from trainer import checkpoint, encode, export, fill_mask, weights
-from trainer.checkpoint import file_sha256, part_name, tree_sha256
-from trainer.config import load, to_tree
+from trainer import export, fill_mask, weights
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.reading import file_sha256, part_name, tree_sha256
+from trainer.checkpoint.state import TrainState
+from trainer.encode import __main__ as encode
 from trainer.errors import TrainerError
-from trainer.model import Bert, ModelConfig
-from trainer.state import TrainState
+from trainer.model.bert import Bert, ModelConfig
+from trainer.run.config import load, to_tree
 
 Main = Callable[[list[str]], int]
 COMMANDS: dict[str, tuple[Main, str]] = {  # and its arguments: the run, a new file or folder, the shards

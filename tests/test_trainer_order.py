@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.draws import bits
-from trainer.order import Order, deal
+from trainer.data.order import Order, deal
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple)
 ORDERS = st.builds(Order, SIZES, st.integers(0, 2**63 - 1), st.integers(1, 6))

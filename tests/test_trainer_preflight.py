@@ -11,8 +11,8 @@ import ranks
 from runs import write_config
 
 from trainer.errors import TrainerError
-from trainer.hostfile import left_behind, read_environment, read_hosts
-from trainer.network import falls_to_tcp, ports, spoken
+from trainer.ranks.hostfile import left_behind, read_environment, read_hosts
+from trainer.ranks.network import falls_to_tcp, ports, spoken
 
 # as NCCL 2.18 to 2.28 write it
 SOCKET = (

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.history import read_history
-from trainer.references import fitting, load_references
-from trainer.report import draw, main
+from trainer.monitor.history import read_history
+from trainer.monitor.references import fitting, load_references
+from trainer.monitor.summary import draw
+from trainer.report import main
 
 LARGE, BASE = {"layers": 24, "hidden": 1024}, {"layers": 12, "hidden": 768}
 

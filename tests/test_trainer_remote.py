@@ -19,14 +19,14 @@ from runs import lines, write_config
 
 from data_prep.manifest import MANIFEST, load_manifest, manifest_hash
 from data_prep.publish import publish
-from trainer.cache import CacheConfig, open_cache
-from trainer.config import Config, RunConfig
-from trainer.data import PhaseData, open_phases
+from trainer.data.cache import CacheConfig, open_cache
+from trainer.data.loader import Loader
+from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
-from trainer.loader import Loader
-from trainer.model import ModelConfig
-from trainer.schedule import Phase
-from trainer.world import World
+from trainer.model.bert import ModelConfig
+from trainer.ranks.world import World
+from trainer.run.config import Config, RunConfig
+from trainer.run.phases import PhaseData, open_phases
 
 pytestmark = pytest.mark.usefixtures("no_waits")
 CPU = torch.device("cpu")

@@ -15,18 +15,19 @@ from matplotlib.container import BarContainer
 from matplotlib.patches import Rectangle
 
 from trainer.errors import TrainerError
-from trainer.history import History, read_history
-from trainer.journal import PARTS as EXPORTED_PARTS
-from trainer.journal import SPENT
-from trainer.panels import PARTS, smooth, smooth_logarithm, strided, thinned
-from trainer.report import draw, duration, main, short, summary
+from trainer.monitor.history import History, read_history
+from trainer.monitor.journal import PARTS as EXPORTED_PARTS
+from trainer.monitor.journal import SPENT
+from trainer.monitor.panels import PARTS, smooth, smooth_logarithm, strided, thinned
+from trainer.monitor.summary import draw, duration, short, summary
+from trainer.report import main
 
 LEARNING = ["MLM loss", "NSP loss", "MLM accuracy", "NSP accuracy"]
 OLD = [*LEARNING, "learning rate", "gradient norm", "trust ratio of LAMB", "throughput"]
 
 
 def step(number: int, restarts: int = 0, loss: float | None = 5.0, **more: Any) -> dict[str, Any]:
-    """A step's line as trainer/metrics.py wrote it at first."""
+    """A step's line as trainer/monitor/metrics.py wrote it at first."""
     return {
         **{"event": "step", "step": number, "phase": 0, "restarts": restarts, "samples": 8 * number, "applied": True},
         **{"tokens": 300, "seconds": 0.5, "mlm_loss": loss, "nsp_loss": 0.7, "mlm_accuracy": 0.1, "nsp_accuracy": 0.5},

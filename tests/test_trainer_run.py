@@ -19,17 +19,17 @@ from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from kernels.dropout import token_keys
-from trainer import checkpoint
-from trainer.checkpoint import find, load_model, load_weights, require_finite
-from trainer.config import load
-from trainer.data import open_phases
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.reading import find, load_model, load_weights, require_finite
+from trainer.checkpoint.state import state_of
+from trainer.data.loader import Loader
+from trainer.engine.schedule import learning_rate
 from trainer.errors import TrainerError
-from trainer.evaluate import evaluate
-from trainer.loader import Loader
-from trainer.model import Bert
-from trainer.schedule import learning_rate
-from trainer.state import state_of
-from trainer.world import World
+from trainer.model.bert import Bert
+from trainer.ranks.world import World
+from trainer.run.config import load
+from trainer.run.evaluation import evaluate
+from trainer.run.phases import open_phases
 
 CPU = torch.device("cpu")
 

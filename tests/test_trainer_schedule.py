@@ -15,12 +15,12 @@ from ranks import finish, fork
 from runs import write_config
 
 from data_prep.manifest import load_manifest
-from trainer.config import Config, RunConfig
-from trainer.data import PhaseData, open_phases
+from trainer.engine.schedule import Phase, batch_of, learning_rate, resolve
 from trainer.errors import TrainerError
-from trainer.model import ModelConfig
-from trainer.schedule import Phase, batch_of, learning_rate, resolve
-from trainer.world import World
+from trainer.model.bert import ModelConfig
+from trainer.ranks.world import World
+from trainer.run.config import Config, RunConfig
+from trainer.run.phases import PhaseData, open_phases
 
 BERT = Phase("bert", "shards", 128, 1_000_000, 1e-4, 256, 32, warmup_steps=10_000)  # Devlin et al., 2019, A.2
 # NVIDIA DeepLearningExamples, PyTorch BERT-Large with LAMB: 28.43 % and 12.8 % of warm-up, square-root decay

@@ -16,10 +16,10 @@ from file_server import BATCH, Server, order_of
 
 from data_prep.manifest import MANIFEST, load_manifest
 from data_prep.servers import RefusedError, open_fs
-from trainer.cache import CacheConfig, open_cache
+from trainer.data.cache import CacheConfig, open_cache
+from trainer.data.loader import Loader
+from trainer.data.remote import Remote
 from trainer.errors import TrainerError
-from trainer.loader import Loader
-from trainer.remote import Remote
 
 pytestmark = pytest.mark.usefixtures("no_waits")
 STALL = 0.5
@@ -30,7 +30,7 @@ BUFFERS = 16 << 20  # bytes on their way when a client hangs up
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tests need not send 64 MiB."""
-    monkeypatch.setattr("trainer.cache.SMALL", 1 << 20)
+    monkeypatch.setattr("trainer.data.cache.SMALL", 1 << 20)
 
 
 @pytest.fixture

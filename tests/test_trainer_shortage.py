@@ -21,10 +21,10 @@ from torch import zeros
 
 from data_prep.errors import SHORTAGES, DataError
 from data_prep.manifest import load_manifest
-from trainer import checkpoint
+from trainer.checkpoint import reading as checkpoint
+from trainer.data.loader import Loader
 from trainer.errors import LostError, PassingError, TrainerError, exit_code, explain, shortage
 from trainer.exits import FAILED, LOST, REFUSED
-from trainer.loader import Loader
 
 
 def fault(number: int) -> OSError:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer.batch import GlobalCounts
-from trainer.loader import StepBatch
-from trainer.schedule import Phase
-from trainer.state import TrainState
+from trainer.checkpoint.state import TrainState
+from trainer.data.loader import StepBatch
+from trainer.engine.schedule import Phase
+from trainer.model.batch import GlobalCounts
 
 BATCH = StepBatch(position=24, samples=8, micro_batches=(), counts=GlobalCounts(30, 8, 200, 5000))
 MIDWAY = TrainState(

@@ -14,7 +14,7 @@ from file_server import Server
 from runs import lines, wait_for, write_config
 
 from data_prep.manifest import load_manifest
-from trainer.order import Order
+from trainer.data.order import Order
 
 STEPS = 10
 BEFORE = 4  # steps of 30 samples that two windows of 64 are enough for

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.stopwatch import Stopwatch
+from trainer.engine.stopwatch import Stopwatch
 
 
 def test_each_part_ends_where_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0, 8.0, 20.0, 22.0])
-    monkeypatch.setattr("trainer.stopwatch.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("trainer.engine.stopwatch.time.perf_counter", lambda: next(clock))
     watch = Stopwatch(torch.device("cpu"))
     assert watch.read() == {}
     for part in ("forward", "backward", "forward", "backward", ""):

@@ -15,16 +15,16 @@ import ranks
 import torch.distributed as dist
 from runs import wait_for
 
-from trainer.launchers import on_one_node
-from trainer.meeting import StrangeError, read_account
-from trainer.seal import LARGEST, seal, unseal
+from trainer.ranks.launchers import on_one_node
+from trainer.ranks.meeting import StrangeError, read_account
+from trainer.ranks.seal import LARGEST, seal, unseal
 
 HEAR = 1  # seconds until a rank writes its account again
 MEET = f"""
-import sys, psutil, trainer.meeting
+import sys, psutil, trainer.ranks.meeting
 from trainer.world import from_launcher, join, leave
 from trainer.errors import LostError, TrainerError
-trainer.meeting.HEAR_SECONDS = {HEAR}
+trainer.ranks.meeting.HEAR_SECONDS = {HEAR}
 try:
     print(join(from_launcher("cpu"), int(sys.argv[1]), {{"torch": "1"}}), flush=True)
 except TrainerError as error:

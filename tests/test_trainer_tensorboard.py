@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from trainer.errors import TrainerError
-from trainer.tensorboard import EventFiles, scalars
+from trainer.monitor.tensorboard import EventFiles, scalars
 
 PARTS = {"data": 0.01, "forward": 0.1, "backward": 0.2, "reduce": 0.05, "optimizer": 0.04}
 TRAIN = {"loss": 5.5, "mlm_loss": 5.0, "nsp_loss": 0.5, "mlm_accuracy": 0.25, "nsp_accuracy": 0.75}

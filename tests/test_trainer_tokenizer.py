@@ -18,13 +18,15 @@ import trainer.evaluate
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
 from data_prep.tokenizer import load_proven, load_tokenizer
-from trainer import checkpoint, encode, export, fill_mask, weights
-from trainer.cache import CacheConfig, open_cache
-from trainer.checkpoint import tree_sha256
+from trainer import export, fill_mask, weights
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.reading import tree_sha256
+from trainer.convert.folder import write_folder
+from trainer.convert.weights import load_bert
+from trainer.data.cache import CacheConfig, open_cache
+from trainer.encode import __main__ as encode
 from trainer.errors import TrainerError
-from trainer.export import write_folder
 from trainer.finetune.start import read_pretrained
-from trainer.weights import load_bert
 
 RANDOM = random.Random(18).randbytes(4096)
 

@@ -17,13 +17,15 @@ from torch import Tensor
 
 from data_prep.manifest import load_manifest
 from data_prep.tokenizer import load_tokenizer
-from trainer import checkpoint, weights
+from trainer import weights
+from trainer.checkpoint import reading as checkpoint
+from trainer.convert import weights as plain_weights
+from trainer.convert.folder import write_folder
+from trainer.convert.weights import read
+from trainer.engine.optimizer import LambertOptimizer, OptimizerConfig, make_optimizer
+from trainer.engine.partition import Buffer, Partition, Slice
 from trainer.errors import TrainerError
-from trainer.export import write_folder
-from trainer.model import Bert, ModelConfig
-from trainer.optimizer import LambertOptimizer, OptimizerConfig, make_optimizer
-from trainer.partition import Buffer, Partition, Slice
-from trainer.weights import read
+from trainer.model.bert import Bert, ModelConfig
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=70)
 
@@ -56,7 +58,7 @@ def filled(path: Path, model: ModelConfig = TINY) -> dict[str, Tensor]:
     shapes = {name: tensor.shape for name, tensor in Bert(model).state_dict().items()}
     for low, high in ((0, 0.4), (0.4, 1)):
         optimizer = sharded(model, low, high)
-        weights.start_from(path, model, optimizer, lambda text: None)
+        plain_weights.start_from(path, model, optimizer, lambda text: None)
         assert optimizer.partition is not None
         [buffer] = optimizer.partition.buffers
         for part in buffer.slices:
@@ -78,7 +80,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    weights.write(trained(), TINY, tmp_path / "plain.safetensors")
+    plain_weights.write(trained(), TINY, tmp_path / "plain.safetensors")
     return tmp_path / "plain.safetensors"
 
 
@@ -97,9 +99,9 @@ def test_a_file_comes_back_with_equal_bits(file: Path) -> None:
 
 def test_a_file_is_whole_or_not_there_and_replaces_none(file: Path) -> None:
     with pytest.raises(TrainerError, match="is already there"):
-        weights.write(trained(), TINY, file)
+        plain_weights.write(trained(), TINY, file)
     with pytest.raises(TrainerError, match=f"{file}, the folder of below, is not there: make it"):
-        weights.write(trained(), TINY, file / "below")
+        plain_weights.write(trained(), TINY, file / "below")
     assert os.listdir(file.parent) == [file.name]
 
 
@@ -118,7 +120,7 @@ def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path,
     rest = {name: tensor for name, tensor in tensors.items() if name.startswith("bert.emb")}
     save_file(encoder | rest, tmp_path / "bert" / "model.safetensors")
     told: list[str] = []
-    weights.start_from(tmp_path / "bert", TINY, sharded(TINY, 0, 1), told.append)
+    plain_weights.start_from(tmp_path / "bert", TINY, sharded(TINY, 0, 1), told.append)
     assert told == [
         f"{tmp_path / 'bert'} has no pooler, no MLM head, no NSP head; training would start it from random values"
     ]
@@ -133,10 +135,10 @@ def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path,
 def test_another_model_is_refused_in_one_line(file: Path, changed: dict[str, object], said: str) -> None:
     other = replace(TINY, **changed)  # type: ignore[arg-type]
     with pytest.raises(TrainerError, match=f"run.weights: .* is of another model \\({said}") as error:
-        weights.start_from(file, other, sharded(other, 0, 1), untold)
+        plain_weights.start_from(file, other, sharded(other, 0, 1), untold)
     assert "\n" not in str(error.value)
     free = replace(TINY, dropout=0.3, initializer_range=0.5)
-    weights.start_from(file, free, sharded(free, 0, 1), untold)
+    plain_weights.start_from(file, free, sharded(free, 0, 1), untold)
 
 
 def test_a_file_that_does_not_say_its_model_must_have_its_shapes(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, vocabul
     wrong = trained()
     wrong["layers.0.mlp_in_bias"][7] = value
     write_folder(wrong, TINY, vocabulary, tmp_path / "bert")
-    weights.write(wrong, TINY, tmp_path / "plain.safetensors")
+    plain_weights.write(wrong, TINY, tmp_path / "plain.safetensors")
     for path in (tmp_path / "bert", tmp_path / "plain.safetensors"):
         with pytest.raises(TrainerError, match=f"^{path}: layers.0.mlp_in_bias holds NaN or infinity.*export the weig"):
             read(path, untold)
@@ -189,7 +191,7 @@ def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp
 
     def start(path: Path) -> list[str]:
         told: list[str] = []
-        weights.start_from(path, model, sharded(model, 0, 1), told.append, own)
+        plain_weights.start_from(path, model, sharded(model, 0, 1), told.append, own)
         return told
 
     write_folder(trained(model), model, own, tmp_path / "same")
@@ -212,8 +214,8 @@ def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp
     assert start(swapped) == [f"{swapped} names no vocabulary: that of the shards is taken to be its own"]
 
     sha256 = load_manifest(tiny_shards).tokenizer.sha256
-    weights.write(trained(model), model, tmp_path / "same.safetensors", sha256)
-    weights.write(trained(model), model, tmp_path / "other.safetensors", "0" * 64)
+    plain_weights.write(trained(model), model, tmp_path / "same.safetensors", sha256)
+    plain_weights.write(trained(model), model, tmp_path / "other.safetensors", "0" * 64)
     assert start(tmp_path / "same.safetensors") == []
     with pytest.raises(TrainerError, match="other.safetensors is of another tokenizer than the shards"):
         start(tmp_path / "other.safetensors")

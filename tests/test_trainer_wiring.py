@@ -15,16 +15,16 @@ from torch import Tensor
 
 from data_prep.manifest import load_manifest
 from kernels import dropout
-from trainer.export import random_batch
-from trainer.exporter import Exporter
-from trainer.journal import SPENT
-from trainer.loader import Loader, StepBatch
-from trainer.metrics import Metrics, MetricsConfig, Subject
-from trainer.model import Bert
-from trainer.order import Order
-from trainer.state import TrainState
-from trainer.stopwatch import Stopwatch
-from trainer.world import World
+from trainer.checkpoint.state import TrainState
+from trainer.convert.folder import random_batch
+from trainer.data.loader import Loader, StepBatch
+from trainer.data.order import Order
+from trainer.engine.stopwatch import Stopwatch
+from trainer.model.bert import Bert
+from trainer.monitor.exporter import Exporter
+from trainer.monitor.journal import SPENT
+from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
+from trainer.ranks.world import World
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import torch
 from ranks import ROOT, environment, finish, free_port, start
 
 from trainer.errors import TrainerError
-from trainer.world import gpu_of, place_for_deepspeed, read_world
+from trainer.ranks.world import gpu_of, place_for_deepspeed, read_world
 
 NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0"}
 JOIN = """
@@ -149,7 +149,7 @@ def test_sruns_tasks_meet_as_ranks_of_one_node() -> None:
 
 def test_every_rank_has_all_ranks_texts() -> None:
     code = (
-        "from trainer.world import from_launcher, gather_texts, join, leave\n"
+        "from trainer.ranks.world import from_launcher, gather_texts, join, leave\n"
         "world = from_launcher('cpu'); join(world, 60)\n"
         "assert gather_texts('é' * world.rank, world) == ['', 'é', 'éé']\n"
         "leave(0)\n"
@@ -183,7 +183,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_told_by_the_first() -> None
     code = (
         "from pathlib import Path\n"
         "from trainer.errors import TrainerError\n"
-        "from trainer.world import broadcast_text, from_launcher, join, leave, together\n"
+        "from trainer.ranks.world import broadcast_text, from_launcher, join, leave, together\n"
         "world = from_launcher('cpu'); join(world, 60)\n"
         "assert together(lambda: world.rank, world) == world.rank\n"
         "assert broadcast_text('the é' if world.is_main else 'other', world) == 'the é'\n"
@@ -209,11 +209,11 @@ def test_a_node_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "import trainer.world\n"
+        "import trainer.ranks.world\n"
         "from trainer.errors import TrainerError\n"
-        "from trainer.world import from_launcher, join, leave, require_shared\n"
+        "from trainer.ranks.world import from_launcher, join, leave, require_shared\n"
         "world = from_launcher('cpu'); join(world, 60)\n"
-        "trainer.world.SHARE_SECONDS = 0.5\n"
+        "trainer.ranks.world.SHARE_SECONDS = 0.5\n"
         "require_shared(Path(sys.argv[1], '0'), world)\n"
         "try:\n"
         "    require_shared(Path(sys.argv[1], str(world.rank)), world)\n"

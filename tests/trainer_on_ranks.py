@@ -25,9 +25,9 @@ from typing import Any
 from torch import Tensor
 
 import trainer.__main__ as program
-from trainer.batch import GlobalCounts, MicroBatch
-from trainer.engine import Engine, StepResult
-from trainer.model import Bert
+from trainer.engine.engine import Engine, StepResult
+from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.model.bert import Bert
 
 
 @dataclass(frozen=True)

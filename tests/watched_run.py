@@ -23,7 +23,7 @@ from data_prep.manifest import load_manifest
 from data_prep.metrics import Figures, serve, write_textfile
 from data_prep.settings import make_settings
 from deploy.monitoring.gpus import DCGM
-from trainer.journal import read_lines
+from trainer.monitor.journal import read_lines
 
 RUN, SICK = "live", "sick"  # the run, and one that diverges in its second phase
 PORTS = {RUN: 9464, SICK: 9465}

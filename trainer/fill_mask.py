@@ -19,13 +19,13 @@ from data_prep.errors import DataError
 from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
-from trainer.batch import IGNORED, MicroBatch, Rows
 from trainer.bounds import outside
+from trainer.convert.weights import load_bert
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.finetune.task import Example, collate
-from trainer.model import Bert
+from trainer.model.batch import IGNORED, MicroBatch, Rows
+from trainer.model.bert import Bert
 from trainer.options import OneLineParser, add_kernels, one_line, print_result
-from trainer.weights import load_bert
 
 MASK = "[MASK]"
 Answer = list[tuple[str, float]]  # tokens and their probabilities, the likeliest first

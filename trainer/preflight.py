@@ -23,24 +23,25 @@ import torch.distributed as dist
 from data_prep.endpoint import listen
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.streams import write_whole_lines
-from trainer import hostfile
-from trainer.__main__ import guard, meet, prepare
-from trainer.changes import Setup, since, spelled
-from trainer.checkpoint import Checkpoint, newest
-from trainer.config import Config, to_tree
-from trainer.data import PhaseData
+from trainer.checkpoint.changes import Setup, since, spelled
+from trainer.checkpoint.reading import Checkpoint, newest
+from trainer.checkpoint.saving import stuck_saves
+from trainer.checkpoint.state import TrainState
+from trainer.convert.weights import fitting
 from trainer.errors import TrainerError
 from trainer.exits import DONE
-from trainer.identity import identity, require_allowed, require_own_folder, require_same_run
-from trainer.journal import say
-from trainer.meeting import numbers
-from trainer.model import Bert
-from trainer.network import falls_to_tcp, ports
+from trainer.model.bert import Bert
+from trainer.monitor.journal import say
 from trainer.options import OneLineParser
-from trainer.saving import stuck_saves
-from trainer.state import TrainState
-from trainer.weights import fitting
-from trainer.world import World, leave, nccl_said, require_shared, settings, together
+from trainer.ranks import hostfile
+from trainer.ranks.ending import guard
+from trainer.ranks.meeting import numbers
+from trainer.ranks.network import falls_to_tcp, ports
+from trainer.ranks.world import World, leave, nccl_said, require_shared, settings, together
+from trainer.run.config import Config, to_tree
+from trainer.run.identity import identity, require_allowed, require_own_folder, require_same_run
+from trainer.run.phases import PhaseData
+from trainer.run.start import meet, prepare
 
 MEBIBYTES = 64  # of the sum that is timed
 TRIES = 5

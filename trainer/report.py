@@ -2,49 +2,27 @@
 
 Writes ``report.png`` into the run's folder: what it learnt, how its optimizer did, how fast it was, and where
 its time went. Restarts are dotted lines, later phases shaded; what an older run did not tell is left out. Published
-figures of the same model (:mod:`trainer.references`) stand beside the run's own.
+figures of the same model (:mod:`trainer.monitor.references`) stand beside the run's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from data_prep.atomic import replacing
 from data_prep.streams import say_error
 from trainer.errors import TrainerError, exit_code
-from trainer.history import History, read_history
-from trainer.journal import TASKS
+from trainer.monitor.history import read_history
+from trainer.monitor.panels import (
+    STYLE,
+)
+from trainer.monitor.references import fitting
+from trainer.monitor.summary import draw, published, summary
 from trainer.options import OneLineParser, print_result
-from trainer.panels import BLUE, FAINT, GREEN, INK, PARTS, RED, ROWS, SKY, STYLE, Panel, median_rate, number, present
-from trainer.references import Reference, fitting
-
-_STATES = {
-    "productive": GREEN,
-    "rework": "#c46210",
-    "skipped": RED,
-    "data": PARTS["data"],
-    "evaluation": BLUE,
-    "checkpoint": SKY,
-    "start": "#7a8494",
-    "down": "#d5d9df",
-}
-_FACTS = ("parameters", "ranks", "device", "precision", "optimizer", "zero_stage", "kernels")
-_MARKS: dict[str, Callable[[History], bool]] = {
-    "dotted: a restart": lambda history: bool(history.restarts),
-    "shaded: a later phase": lambda history: history.steps["phase"][-1] != history.steps["phase"][0],
-}
-_WIDTH, _LEFT, _RIGHT = 20.0, 0.8, 0.35  # inches; what stands left of axes, and of the picture's right edge
-_HEAD, _ROW, _BAR = 1.65, 3.45, 1.15
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,198 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 # ---- in words ------------------------------------------------------------------------------------------------
 
 
-def summary(history: History) -> dict[str, str]:
-    """What happened, a line each; what the journal does not tell has none."""
-    steps, last = history.steps, {key: column[-1] for key, column in history.steps.items()}
-    out = {
-        "steps": f"{last['step']:,.0f}, {len(history.skipped):,} skipped, {_restarts(history)}",
-        "samples": f"{last['samples']:,.0f}",
-        "tokens": f"{np.nansum(steps['tokens']):,.0f}",
-    }
-    if history.wall is not None:
-        out["wall time"] = duration(history.wall)
-        if history.goodput is not None:
-            out["goodput"] = f"{history.goodput:.1%} of the wall time went into steps that count"
-    out["speed"] = f"{median_rate(history, 'tokens'):,.0f} tokens/s (median)"
-    if np.isfinite(flops := median_rate(history, "flops")):
-        ranks = int(history.facts.get("ranks", 1))
-        out["speed"] += f", {number(flops / ranks / 1e12)} TFLOP/s on each of {ranks:,} ranks"
-    _, memory = present(history.ranks, "memory_peak_bytes")
-    if len(memory):
-        out["memory"] = f"{memory.max() / 1e9:,.1f} GB at most on a rank"
-    out |= _heldout(history) | _checkpoints(history)
-    return out | ({"ended": history.end} if history.end else {})
-
-
-def _restarts(history: History) -> str:
-    return f"{len(history.restarts):,} restart{'' if len(history.restarts) == 1 else 's'}"
-
-
-def _heldout(history: History) -> dict[str, str]:
-    if not len(history.heldout["step"]):
-        return {}
-    last = {key: column[-1] for key, column in history.heldout.items()}
-    tasks = [
-        f"{task.upper()} loss {last[f'{task}_loss']:.3f}, accuracy {last[f'{task}_accuracy']:.1%}"
-        for task in TASKS
-        if np.isfinite(last[f"{task}_loss"])
-    ]
-    return {"held out": f"{'; '.join(tasks)} (step {last['step']:,.0f})"}
-
-
-def _checkpoints(history: History) -> dict[str, str]:
-    done, failed = history.checkpoints, len(history.failed["step"])
-    if not len(done["step"]) + failed:
-        return {}
-    text = f"{len(done['step']):,}" + (f" and {failed:,} that failed" if failed else "")
-    if len(done["step"]):
-        size, seconds, stall = (done[key][-1] for key in ("bytes", "seconds", "stall_seconds"))
-        text += f", the last of step {done['step'][-1]:,.0f}: {size / 1e6:,.1f} MB in {seconds:.2f} s"
-        text += f", training stood still for {stall:.2f} s"
-    return {"checkpoints": text}
-
-
-def published(reference: Reference, history: History) -> str:
-    """A published figure, and the run's own last one of the same kind."""
-    columns = history.heldout if reference.held_out else history.steps
-    parts = [f"{task}_loss" for task in TASKS] if reference.figure == "loss" else [reference.figure]
-    own = np.sum(present(columns, *parts)[1:], axis=0)
-    show = "{:.1%}" if reference.figure.endswith("accuracy") else "{:.3f}"
-    here = f"; here {show.format(own[-1])}" if len(own) else ""
-    name = " + ".join(part.replace("_", " ").replace("mlm", "MLM").replace("nsp", "NSP") for part in parts)
-    told = "; ".join([reference.where, reference.setting, reference.source])
-    return f"{reference.name}: {name} {reference.value}{here} ({told})"
-
-
-def duration(seconds: float) -> str:
-    """In the two units that tell most."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
-    raise AssertionError(seconds)
-
-
 # ---- in pictures ---------------------------------------------------------------------------------------------
-
-
-def draw(
-    history: History, title: str, references: Sequence[Reference] = (), rows_wanted: Sequence[Sequence[Panel]] = ROWS
-) -> Figure:
-    """All that is known in one picture, or some rows of it, without the time."""
-    rows = [shown for row in rows_wanted if (shown := [panel for panel in row if panel.known(history)])]
-    timed = bool(history.spent) and history.wall is not None and rows_wanted is ROWS
-    height = _HEAD + _ROW * len(rows) + (_BAR if timed else 0.0)
-    figure = Figure(figsize=(_WIDTH, height))
-    _head(_axes(figure, _LEFT, 0.15, _WIDTH - _LEFT - _RIGHT, 0.9), history, title)
-    for row, shown in enumerate(rows):
-        width = (_WIDTH - _RIGHT) / len(shown)
-        for place, panel in enumerate(shown):
-            left, top = place * width + _LEFT, _HEAD + row * _ROW
-            axes = _axes(figure, left, top, width - _LEFT - panel.aside, _ROW - 0.95)
-            _panel(axes, panel, history)
-            _references(axes, [each for each in references if each.figure.replace("_", " ") == panel.name.lower()])
-    if timed:
-        _time(_axes(figure, _LEFT, height - _BAR, _WIDTH - _LEFT - _RIGHT, 0.45), history)
-    return figure
-
-
-def _axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes at a place in inches, from the left and from above."""
-    whole, high = figure.get_size_inches()
-    return figure.add_axes((left / whole, 1 - (top + height) / high, width / whole, height / high))
-
-
-def _head(axes: Axes, history: History, title: str) -> None:
-    """The run's name and facts, and its figures in large print."""
-    axes.set_axis_off()
-    axes.set_xlim(0, _WIDTH - _LEFT - _RIGHT)  # inches
-    axes.set_ylim(0, 1)
-    axes.text(0, 1, history.facts.get("run", "run"), fontsize=21, fontweight="bold", va="top")
-    facts = [f"{key.replace('_', ' ')} {_spaced(history.facts[key])}" for key in _FACTS if key in history.facts]
-    marks = [text for text, known in _MARKS.items() if known(history)]
-    axes.text(0, 0.42, "   ·   ".join(filter(None, (title, history.end[:100]))), fontsize=10, color=FAINT, va="top")
-    axes.text(0, 0.1, "   ·   ".join([*facts, *marks]), fontsize=10, color=FAINT, va="top")
-    for place, (name, value) in enumerate(reversed(_figures(history).items())):
-        x = _WIDTH - _LEFT - _RIGHT - 1.75 * place
-        axes.text(x, 1, value, fontsize=19, ha="right", va="top")
-        axes.text(x, 0.5, name, fontsize=10, color=FAINT, ha="right", va="top")
-
-
-def _spaced(value: str) -> str:
-    return f"{int(value):,}" if value.isdecimal() else value
-
-
-def _figures(history: History) -> dict[str, str]:
-    """Name to value of what is looked for first."""
-    steps = history.steps
-    out = {"steps": f"{steps['step'][-1]:,.0f}", "restarts": f"{len(history.restarts)}"}
-    out["tokens"] = short(float(np.nansum(steps["tokens"])))
-    out["tokens a second"] = short(median_rate(history, "tokens"))
-    if history.wall is not None:
-        out["wall time"] = duration(history.wall)
-    if history.goodput is not None:
-        out["goodput"] = f"{history.goodput:.1%}"
-    _, heldout = present(history.heldout, "mlm_loss")
-    if len(heldout):
-        out["held-out MLM loss"] = f"{heldout[-1]:.3f}"
-    return out
-
-
-def short(value: float) -> str:
-    """Three digits and a unit: 1.23 M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
-
-
-def _panel(axes: Axes, panel: Panel, history: History) -> None:
-    axes.set_title(panel.name, loc="left", fontweight="bold", fontsize=11.5)
-    said = panel.draw(axes, history)
-    axes.set_title(said, loc="right", fontsize=9.5, color=FAINT)
-    steps, phases = history.steps["step"], history.steps["phase"]
-    for step in history.restarts:
-        axes.axvline(step, color=INK, linestyle=":", linewidth=1)
-    for row in np.flatnonzero(np.diff(phases)) + 1:
-        axes.axvspan(steps[row] - 1, steps[-1], color=INK, alpha=0.06, linewidth=0)
-    axes.set_xlim(max(0, steps[0] - 1), steps[-1])
-    axes.xaxis.set_major_formatter(EngFormatter(sep="") if steps[-1] >= 1e5 else (lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("step")
-    axes.set_ylabel(panel.unit)
-
-
-def _references(axes: Axes, references: Sequence[Reference]) -> None:
-    """A dashed line for each, or a band, with its name on it."""
-    for each in references:
-        if each.high > each.low:
-            axes.axhspan(each.low, each.high, color=INK, alpha=0.08, linewidth=0)
-        axes.axhline(each.low, color=INK, linestyle="--", linewidth=1, alpha=0.7, label="_published")
-        at = axes.get_yaxis_transform()  # across in shares of the width, up in numbers
-        text = f"{each.name}: {each.value} ({each.where})"
-        axes.text(0.01, each.high, text, transform=at, va="bottom", fontsize=8.5, color=INK)
-
-
-def _time(axes: Axes, history: History) -> None:
-    """One bar: where the wall time went."""
-    assert history.wall is not None
-    spent = {state: {**history.spent, "down": history.down}.get(state, 0.0) for state in _STATES}
-    whole = sum(spent.values())
-    edges = np.cumsum([0.0, *spent.values()]) / whole
-    for (state, seconds), (left, right) in zip(spent.items(), pairwise(edges), strict=True):
-        if not seconds:
-            continue
-        label = f"{state} {duration(seconds)} ({seconds / whole:.1%})"
-        axes.barh(0, right - left, 1, left=left, color=_STATES[state], edgecolor="white", label=label)
-        color, text = (INK if state == "down" else "white"), f"{state} {seconds / whole:.0%}"
-        if right - left > 0.005 * len(text):
-            axes.text((left + right) / 2, 0, text, color=color, ha="center", va="center")
-    axes.set_title(f"where {duration(history.wall)} went", loc="left", fontweight="bold", fontsize=11.5)
-    axes.set_xlim(0, 1)
-    axes.set_ylim(-0.5, 0.5)
-    axes.set_axis_off()
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.05), ncols=len(_STATES), borderaxespad=0.2, borderpad=0)
 
 
 if __name__ == "__main__":

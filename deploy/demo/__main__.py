@@ -20,7 +20,7 @@ from typing import IO
 
 import torch
 
-from trainer.journal import Record, read_lines
+from trainer.monitor.journal import Record, read_lines
 
 CORPUS = Path("deploy/demo/corpus")
 CONFIG = Path("deploy/configs/demo.yaml")

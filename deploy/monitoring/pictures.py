@@ -26,7 +26,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from deploy.monitoring.dashboards import DASHBOARDS, MARKS, substitute
 from deploy.monitoring.panels import Panel
-from trainer.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
+from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
 
 SHOWN = {  # dashboard: titles of panels, in this order
     "overview": [

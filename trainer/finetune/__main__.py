@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import trainer.first_process  # noqa: F401  before the others, which take seconds
+import trainer.ranks.first_process  # noqa: F401  before the others, which take seconds
 from data_prep.streams import write_whole_lines
 from kernels import backend
-from trainer.__main__ import fail, guard
-from trainer.checkpoint import file_sha256
-from trainer.engine import EngineConfig, resolve_precision
+from trainer.checkpoint.reading import file_sha256
+from trainer.engine.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE, STOPPED
 from trainer.finetune.data import Part, Table, read_part, read_training
@@ -33,11 +32,12 @@ from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import PICTURE, conclude, require_same, sweep
 from trainer.finetune.task import Task
 from trainer.finetune.tasks import known
-from trainer.journal import say
-from trainer.lock import PATIENCE, hold
+from trainer.monitor.journal import say
 from trainer.options import one_line
-from trainer.stop import Stop
-from trainer.world import World, from_launcher, join, leave, speaks_first, together
+from trainer.ranks.ending import fail, guard
+from trainer.ranks.stop import Stop
+from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
+from trainer.run.lock import PATIENCE, hold
 
 STOP_STEPS = 10  # between two looks whether a rank was asked to stop
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.convert.model_card import markdown_table
 from trainer.finetune.report import SHOWN, table
 from trainer.finetune.result import Row
 from trainer.finetune.run import Job
-from trainer.model_card import markdown_table
 
 PIPELINES = {  # of transformers, by its class; multiple choice has none
     "BertForSequenceClassification": "text-classification",

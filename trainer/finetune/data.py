@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from trainer.data.order import Order, deal
 from trainer.errors import TrainerError
 from trainer.finetune.labels import Counts
 from trainer.finetune.task import Batched, Task, TaskBatch, TaskCounts, Unit
-from trainer.order import Order, deal
 
 Rows = NDArray[np.int64]
 SHARE = 16  # bits of a sample's number that say which example of its unit it is; see task.collate

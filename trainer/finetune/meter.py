@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.changes import Changes, spelled
-from trainer.engine import StepResult
+from trainer.checkpoint.changes import Changes, spelled
+from trainer.engine.engine import StepResult
 from trainer.errors import DivergedError, NotFiniteError
 from trainer.finetune.score import Judged
-from trainer.journal import JOURNAL, Journal, say
-from trainer.world import World
+from trainer.monitor.journal import JOURNAL, Journal, say
+from trainer.ranks.world import World
 
 LINES = 10  # of progress in a run; all ranks meet for each
 LOOK = 10  # steps between two looks at whether the gradients were finite, for which the device is waited for

@@ -16,7 +16,7 @@ from trainer.finetune.classify import Columns
 from trainer.finetune.formats import split_name
 from trainer.finetune.tasks import TASKS, Known, Recipe, Wish, known
 from trainer.options import OneLineParser
-from trainer.world import LONGEST
+from trainer.ranks.world import LONGEST
 
 T = TypeVar("T", int, float)
 _STEPS = ("eval_every", "save_every", "patience")

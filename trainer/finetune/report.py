@@ -50,7 +50,7 @@ def draw(rows: Sequence[Row], title: str, measure: str, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from trainer.panels import BLUE, ORANGE, RED, STYLE
+    from trainer.monitor.panels import BLUE, ORANGE, RED, STYLE
 
     with rc_context(STYLE):
         figure = Figure(figsize=(max(4.5, 1.8 + 0.62 * len(rows)), 4.2), layout="constrained")

@@ -13,7 +13,7 @@ from data_prep.atomic import replacing
 from data_prep.json_text import parse_json, read_text
 from trainer.errors import TrainerError
 from trainer.finetune.options import Setting
-from trainer.world import World, broadcast_text, together
+from trainer.ranks.world import World, broadcast_text, together
 
 RESULT = "result.json"  # in a run's folder, once it has ended
 

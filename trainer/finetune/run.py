@@ -14,10 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from data_prep.tokenizer import Tokenizer
-from trainer import checkpoint, weights
-from trainer.changes import Changes, differing, spelled
-from trainer.checkpoint import CheckpointConfig
-from trainer.engine import Engine, EngineConfig, StepResult
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.changes import Changes, differing, spelled
+from trainer.checkpoint.leftovers import drafts, move_aside, remove, temporary
+from trainer.checkpoint.reading import CheckpointConfig
+from trainer.checkpoint.saving import Saved, Saver, first_failure
+from trainer.convert import weights as plain_weights
+from trainer.data.order import Order
+from trainer.engine.engine import Engine, EngineConfig, StepResult
+from trainer.engine.optimizer import OptimizerConfig
+from trainer.engine.partition import fill_masters
+from trainer.engine.schedule import Phase, learning_rate
 from trainer.errors import DivergedError, NotFiniteError, PassingError, TrainerError
 from trainer.finetune.data import Part, Table, cut_of, take
 from trainer.finetune.meter import Meter
@@ -25,16 +32,10 @@ from trainer.finetune.options import Options, Setting
 from trainer.finetune.result import RESULT, Result, write_json
 from trainer.finetune.score import answer, judge
 from trainer.finetune.task import Task, TaskModel
-from trainer.journal import say
-from trainer.leftovers import drafts, move_aside, remove, temporary
-from trainer.model import ModelConfig
-from trainer.optimizer import OptimizerConfig
-from trainer.order import Order
-from trainer.partition import fill_masters
-from trainer.saving import Saved, Saver, first_failure
-from trainer.schedule import Phase, learning_rate
-from trainer.stop import Stop
-from trainer.world import World, broadcast_text, limit_waits, together
+from trainer.model.bert import ModelConfig
+from trainer.monitor.journal import say
+from trainer.ranks.stop import Stop
+from trainer.ranks.world import World, broadcast_text, limit_waits, together
 
 WEIGHTS = "weights.safetensors"  # of its best evaluation, once it has ended
 BEST = "best"  # until then: the checkpoint of it
@@ -337,7 +338,7 @@ class Run:
                     f"said of it, remove {self.folder}, and start again"
                 )
             tensors, tokenizer = checkpoint.load_weights(found), self.job.tokenizer.sha256()
-            weights.write(tensors, self.job.model, self.folder / WEIGHTS, tokenizer)
+            plain_weights.write(tensors, self.job.model, self.folder / WEIGHTS, tokenizer)
         write_json(self.folder / RESULT, asdict(result))
         for path in (*checkpoint.named(self.folder), self.folder / BEST):
             shutil.rmtree(path, ignore_errors=True)

@@ -17,14 +17,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_prep.tokenizer import Tokenizer
-from trainer.batch import Rows
+from trainer.checkpoint.leftovers import move_aside, remove
+from trainer.convert.folder import (
+    TOLERANCE,
+    becoming,
+    config_of,
+    limit_length,
+    load_transformers,
+    metadata_of,
+    random_batch,
+)
+from trainer.convert.hugging_face import to_hugging_face
+from trainer.convert.proof import Facts, check_tokenizer, config_facts, require_equal
 from trainer.errors import TrainerError
-from trainer.export import TOLERANCE, becoming, config_of, limit_length, load_transformers, metadata_of, random_batch
 from trainer.finetune.task import Task, TaskBatch, TaskModel
-from trainer.hugging_face import to_hugging_face
-from trainer.leftovers import move_aside, remove
-from trainer.model import Bert, ModelConfig
-from trainer.proof import Facts, check_tokenizer, config_facts, require_equal
+from trainer.model.batch import Rows
+from trainer.model.bert import Bert, ModelConfig
 
 HEADS = {  # transformers' classes, and the name that each has for its head
     "BertForSequenceClassification": "classifier",

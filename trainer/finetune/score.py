@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainer.finetune.data import Part, Rows, Table
 from trainer.finetune.task import Task, TaskModel
-from trainer.world import World, broadcast_text, together
+from trainer.ranks.world import World, broadcast_text, together
 
 AT_ONCE = 32  # units of one forward: the same cut for any number of ranks, so the same figures
 Answers = list[NDArray[np.float32]]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from data_prep.tokenizer import Tokenizer
-from trainer.checkpoint import file_sha256, find
+from trainer.checkpoint.reading import file_sha256, find
+from trainer.checkpoint.vocabulary import RESTORE, load_trained, require_rows
+from trainer.convert.weights import read
 from trainer.errors import TrainerError
 from trainer.finetune.task import Task, TaskModel
-from trainer.model import ModelConfig
-from trainer.vocabulary import RESTORE, load_trained, require_rows
-from trainer.weights import read
+from trainer.model.bert import ModelConfig
 
 _POOLER = "pooler_"
 

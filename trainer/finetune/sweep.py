@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.changes import differing, spelled
-from trainer.engine import EngineConfig, resolve_precision
+from trainer.checkpoint.changes import differing, spelled
+from trainer.convert.weights import read
+from trainer.engine.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
 from trainer.finetune.card import card
 from trainer.finetune.data import Part
@@ -25,10 +26,9 @@ from trainer.finetune.run import WEIGHTS, Job, Run
 from trainer.finetune.save import write_model
 from trainer.finetune.score import Answers, answer, judge
 from trainer.finetune.task import TaskModel
-from trainer.journal import say
-from trainer.stop import Stop
-from trainer.weights import read
-from trainer.world import World, require_shared, together
+from trainer.monitor.journal import say
+from trainer.ranks.stop import Stop
+from trainer.ranks.world import World, require_shared, together
 
 RESULTS, SETTINGS, MODEL, PICTURE = "results.json", "settings.json", "model", "results.png"
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kernels import dropout
-from trainer.batch import Rows
 from trainer.finetune.labels import Counts
-from trainer.model import SITES, Encoder, ModelConfig, parameter, pool
+from trainer.model.batch import Rows
+from trainer.model.bert import SITES, Encoder, ModelConfig, parameter, pool
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TaskCounts:
 
 
 class TaskOutput(NamedTuple):
-    """Sums over one micro-batch; see ``trainer.model.Output``."""
+    """Sums over one micro-batch; see ``trainer.model.bert.Output``."""
 
     loss: Tensor  # () fp32
 

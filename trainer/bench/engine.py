@@ -1,0 +1,110 @@
+"""What the engine costs: ``torchrun --nproc_per_node 2 -m trainer.bench.engine [--stages 1 2 3] [--accumulation 8 1]``
+
+An engine's step of BERT-Large over micro-batches of 32,768 tokens (256 full sequences of 128), beside forward and
+backward of the same model outside any engine, in one run: what is on top is gradients that are added up and
+reduced, the optimizer, and the weights that come back. On CPUs a small model shows that it runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from kernels.dropout import token_keys
+from trainer.bench.model import SIZES, by_kernel, micro_batch
+from trainer.engine.engine import Engine, EngineConfig
+from trainer.engine.optimizer import OptimizerConfig
+from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.model.bert import Bert, ModelConfig
+from trainer.options import OneLineParser
+from trainer.ranks.world import World, from_launcher, join, leave
+
+SMALL = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128, vocab_size=1000)
+LENGTHS = {"cpu": [16] * 4, "cuda": [128] * 256}
+
+
+def milliseconds(run: Callable[[], object], world: World, repeats: int) -> list[float]:
+    """The times of ``run`` on this rank, all ranks beginning together."""
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) * 1e3)
+    return times
+
+
+def bare(model: ModelConfig, batch: MicroBatch, counts: GlobalCounts, world: World) -> Callable[[], object]:
+    """Forward and backward of one micro-batch, in the engine's precision."""
+    bert = Bert(model, 1).to(world.device, torch.half if world.device.type == "cuda" else torch.float32)
+
+    def run() -> None:
+        bert.zero_grad()
+        keys = token_keys(1, 1, batch.samples, batch.positions, batch.cu_seqlens)
+        torch.autograd.backward(bert(batch, keys).mean(counts) * 2.0**14)
+
+    return run
+
+
+def report(stage: int, accumulations: list[int], optimizer: str, world: World, repeats: int) -> None:
+    """A row for each number of micro-batches, and the kernels that the engine adds, the longest first."""
+    model = SIZES["large"] if world.device.type == "cuda" else SMALL
+    batch = micro_batch(LENGTHS[world.device.type], model).to(world.device)
+    sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
+    alone = bare(model, batch, GlobalCounts(*sizes), world)
+    chosen = EngineConfig(zero_stage=stage, initial_loss_scale=2.0**14)  # type: ignore[arg-type]
+    engine = Engine(chosen, Bert(model, 1), OptimizerConfig(name=optimizer), world, 1)  # type: ignore[arg-type]
+    for micro_batches in accumulations:
+        counts = GlobalCounts(*(world.size * micro_batches * size for size in sizes))
+
+        def step(micro_batches: int = micro_batches, counts: GlobalCounts = counts) -> None:
+            engine.step([batch] * micro_batches, counts, 1, 1e-5)
+
+        own, whole = [], []
+        for _ in range(3):  # in turns, so that both meet the same clocks
+            own += milliseconds(alone, world, repeats)[1:]
+            whole += milliseconds(step, world, max(3, 2 * repeats // micro_batches))[1:]
+        a, b = statistics.median(own), statistics.median(whole) / micro_batches
+        tell(world, f"| {stage} | {micro_batches} | {a:.1f} | {b:.1f} | {100 * (b / a - 1):+.1f} % |")
+        if world.device.type == "cuda":
+            before, after = by_kernel(alone), by_kernel(step)  # on every rank: a step is a collective
+            more = {name: ms - micro_batches * before.get(name, 0.0) for name, ms in after.items()}
+            longest = sorted(more.items(), key=lambda item: -item[1])[:12]
+            said = "; ".join(f"{name[:60]} {ms:.2f}" for name, ms in longest if ms > 0.05)
+            tell(world, f"| | | of it, in ms a step: {said} | | |")
+
+
+def tell(world: World, line: str) -> None:
+    """Print a line once."""
+    if world.is_main:
+        print(line, flush=True)
+
+
+def main() -> None:
+    """Print the table, a row as soon as it is measured."""
+    parser = OneLineParser(prog="python -m trainer.bench.engine", description=__doc__.split("\n")[0])
+    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3])
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[8, 1], help="micro-batches of a step")
+    parser.add_argument("--optimizer", choices=("lamb", "adam"), default="lamb")
+    parser.add_argument("--repeats", type=int, default=8)
+    given = parser.parse_args()
+    world = from_launcher("auto")
+    join(world, 600)
+    card = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
+    tell(world, f"{world.size} x {card}, torch {torch.__version__}, {given.optimizer}\n")
+    tell(world, "| ZeRO | micro-batches | bare, ms | engine, ms a micro-batch | on top |\n|---|---|---|---|---|")
+    for stage in given.stages:
+        report(stage, given.accumulation, given.optimizer, world, given.repeats)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Times BERT's forward and backward beside Hugging Face's: python -m trainer.bench [--shards FOLDER ...]
+
+One GPU, fp16, dropout 0.1, 32,768 tokens a micro-batch: full sequences, and the lengths of prepared shards where
+a folder is named. TFLOP/s are the model's own operations (6 N a token and what attention and the heads take on
+top), so that padding counts as lost time. Hugging Face's BertForPreTraining runs with SDPA, padded to the
+longest sequence of the batch, its MLM head on the masked positions only.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from data_prep.draws import bits
+from data_prep.errors import DataError
+from data_prep.manifest import load_manifest, read_histogram
+from kernels.dropout import token_keys
+from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.model.bert import Bert, ModelConfig
+from trainer.model.flops import model_flops
+from trainer.options import OneLineParser
+
+TOKENS = 32_768
+Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # makes a forward and backward
+SIZES = {
+    "base": ModelConfig(),
+    "large": ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096),
+}
+# What a kernel's name holds, in order: the first that fits says where its time goes.
+PARTS = {
+    "attention": ("attention_", "fmha", "flash", "sdpa"),
+    "LayerNorm": ("layer_norm",),
+    "GELU": ("gelu",),
+    "cross-entropy": ("cross_entropy", "nll_loss", "log_softmax"),
+    "embedding": ("embedding", "embed_"),
+    "sums of gradients": ("add_partials",),
+    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
+}
+
+
+def micro_batch(lengths: list[int], model: ModelConfig) -> MicroBatch:
+    """Random tokens in sequences of these lengths, 15 % of them masked."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    masked = torch.randperm(tokens, generator=generator)[: round(0.15 * tokens)].sort().values
+    return MicroBatch(
+        tokens=torch.randint(0, model.vocab_size, (tokens,), generator=generator),
+        segments=torch.zeros(tokens, dtype=torch.int64),
+        positions=positions,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        max_seqlen=max(lengths),
+        samples=torch.arange(len(lengths)),
+        masked=masked,
+        labels=torch.randint(0, model.vocab_size, masked.shape, generator=generator),
+        is_next=torch.zeros(len(lengths), dtype=torch.int64),
+    )
+
+
+def shard_lengths(folder: Path) -> list[int]:
+    """Lengths drawn as the data set's are, some 32,768 tokens of them. Raises DataError as ``load_manifest``."""
+    counts = read_histogram(folder, load_manifest(folder).length_counts)
+    draws = bits(0, np.arange(TOKENS // 8)) % np.uint64(counts.sum())
+    lengths = np.searchsorted(counts.cumsum(), draws, side="right")
+    return [int(n) for n in lengths[: np.searchsorted(lengths.cumsum(), TOKENS)]]
+
+
+def ours(model: ModelConfig, batch: MicroBatch) -> Callable[[], object]:
+    """A forward and a backward of Lambert's model."""
+    bert = Bert(model).cuda().half()
+    keys = token_keys(0, 1, batch.samples, batch.positions, batch.cu_seqlens)
+
+    def run() -> None:
+        bert.zero_grad()
+        out = bert(batch, keys)
+        loss = out.mlm_loss / batch.masked.numel() + out.nsp_loss / batch.samples.numel()
+        torch.autograd.backward(loss * 2.0**14)
+
+    return run
+
+
+def theirs(model: ModelConfig, batch: MicroBatch, compiled: bool) -> Callable[[], object]:
+    """The same of transformers' BertForPreTraining, over the padded batch."""
+    from transformers import BertConfig, BertForPreTraining
+
+    config = BertConfig(
+        vocab_size=model.vocab_rows,
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        intermediate_size=model.intermediate,
+        attn_implementation="sdpa",
+    )
+    bert = BertForPreTraining(config).cuda().half().train()
+    present = torch.arange(batch.max_seqlen, device="cuda") < batch.cu_seqlens.diff()[:, None]  # (B, S)
+    tokens = torch.zeros(present.shape, dtype=torch.int64, device="cuda").masked_scatter(present, batch.tokens)
+    masked = present.flatten().nonzero().squeeze(1)[batch.masked]  # (P,) of B * S
+    mask = None if bool(present.all()) else present.long()
+
+    def loss() -> torch.Tensor:
+        out = bert.bert(input_ids=tokens, attention_mask=mask)
+        rows = out.last_hidden_state.flatten(0, 1).index_select(0, masked)  # (P, D)
+        logits = bert.cls.predictions(rows).float()
+        nsp = bert.cls.seq_relationship(out.pooler_output).float()
+        return F.cross_entropy(logits, batch.labels) + F.cross_entropy(nsp, batch.is_next)
+
+    chosen: Callable[[], Any] = torch.compile(loss, dynamic=False) if compiled else loss
+
+    def run() -> None:
+        bert.zero_grad()
+        torch.autograd.backward(chosen() * 2.0**14)
+
+    return run
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
+    """The median time of ``run``, after three to warm up."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def by_kernel(run: Callable[[], object]) -> dict[str, float]:
+    """GPU milliseconds of one ``run`` by kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {event.key: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+
+
+def parts(run: Callable[[], object]) -> dict[str, float]:
+    """GPU milliseconds of one ``run`` by what it is spent on, the largest first."""
+    spent: dict[str, float] = {}
+    for name, ms in by_kernel(run).items():
+        fits = (part for part, marks in PARTS.items() if any(mark in name.lower() for mark in marks))
+        part = next(fits, "rest")
+        spent[part] = spent.get(part, 0.0) + ms
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
+def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> None:
+    """A row for each contender, and where ours spends its time."""
+    batch = micro_batch(lengths, model).to(torch.device("cuda"))
+    counts = GlobalCounts(batch.masked.numel(), len(lengths), sum(lengths), sum(n * n for n in lengths))
+    flops = model_flops(model, counts)
+    contenders: dict[str, Contender] = {"Lambert": ours, "Hugging Face": partial(theirs, compiled=False)}
+    if compiled:
+        contenders["Hugging Face, compiled"] = partial(theirs, compiled=True)
+    for who, make in contenders.items():
+        run = make(model, batch)
+        ms = milliseconds(run)
+        rate = f"{flops / ms / 1e9:.0f} | {sum(lengths) / ms * 1e3:,.0f}"
+        print(f"| {name} | {who} | {ms:.1f} | {rate} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |", flush=True)
+        if who == "Lambert":
+            spent = ", ".join(f"{part} {ms:.1f}" for part, ms in parts(run).items())
+            print(f"| | of it | {spent} | | | |", flush=True)
+        del run
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    """Print the table, a row as soon as it is measured."""
+    parser = OneLineParser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="large")
+    parser.add_argument("--shards", nargs="*", type=Path, default=[], help="data sets whose lengths to time, too")
+    parser.add_argument("--compile", action="store_true", help="Hugging Face under torch.compile, too: minutes")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("trainer.bench: error: no CUDA device: a step is timed on a GPU only")
+    try:
+        work = {f"{s} full": [s] * (TOKENS // s) for s in (128, 512)} | {str(f): shard_lengths(f) for f in given.shards}
+    except DataError as error:
+        raise SystemExit(f"trainer.bench: error: {error}") from error
+    logging.disable(logging.WARNING)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, BERT-{given.size}, fp16, dropout 0.1\n")
+    print("| sequences | who | ms | TFLOP/s | valid tokens/s | GiB |\n|---|---|---|---|---|---|", flush=True)
+    for name, lengths in work.items():
+        report(name, SIZES[given.size], lengths, given.compile)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What the metrics cost a step: ``[torchrun --nproc_per_node 2 -m] python -m trainer.bench.overhead``.
+
+Blocks of steps with all metrics on and with none follow each other in one run, in pairs, so that what else goes on
+on the machine meets both. With: every step noted and timed by its parts, every tenth completed over the ranks,
+written, exported and printed, event files included. Where a step varies by more than the metrics cost, the time
+that rank 0's thread spent in them, without waiting for others, says more.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.bench.model import micro_batch
+from trainer.checkpoint.state import TrainState
+from trainer.data.loader import StepBatch
+from trainer.engine.engine import Engine, EngineConfig
+from trainer.engine.optimizer import OptimizerConfig
+from trainer.engine.stopwatch import Stopwatch
+from trainer.model.batch import GlobalCounts
+from trainer.model.bert import Bert, ModelConfig
+from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
+from trainer.options import OneLineParser
+from trainer.ranks.world import World, from_launcher, join, leave
+
+SMALL = ModelConfig(layers=4, hidden=256, heads=4, intermediate=1024, vocab_size=8192)  # a tenth of a second on CPUs
+LENGTHS = {"cpu": [128] * 4, "cuda": [128] * 256}  # BERT-Base on GPUs
+
+
+class Silent(Stopwatch):
+    """Times nothing."""
+
+    def begin(self, part: str) -> None:
+        """Leaves no border."""
+
+
+class Bench:
+    """An engine, a batch, and the metrics of a run that ends when the measurement does."""
+
+    def __init__(self, world: World, folder: Path) -> None:
+        model = SMALL if world.device.type == "cpu" else ModelConfig()
+        self.world, self.watches = world, {True: Stopwatch(world.device), False: Silent(world.device)}
+        self.engine = Engine(EngineConfig(), Bert(model, 1), OptimizerConfig(), world, 1, self.watches[True])
+        config = MetricsConfig(port=None, tensorboard=True)
+        self.metrics = Metrics(config, Subject("overhead", folder, model, 10**6, 100), world, self.watches[True])
+        batch = micro_batch(LENGTHS[world.device.type], model)
+        sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
+        counts = GlobalCounts(*(world.size * size for size in sizes))
+        self.batch = StepBatch(0, counts.pairs, (batch,), counts)
+        self.state, self.seconds = TrainState(), 0.0  # of this thread in the metrics
+        self.metrics.describe(self.state, {})
+
+    def block(self, steps: int, told: bool) -> float:
+        """Seconds that so many steps take, with metrics or without."""
+        self.engine.watch = self.watches[told]
+        self._meet()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            result = self.engine.step(self.batch.micro_batches, self.batch.counts, self.state.attempts, 1e-5)
+            self.state = self.state.after(self.batch, result.applied)
+            if told:
+                began = time.thread_time()
+                self.metrics.step(self.state, self.batch, result, 1e-5)
+                self.seconds += time.thread_time() - began
+        self._meet()
+        return time.perf_counter() - begun
+
+    def _meet(self) -> None:
+        dist.barrier()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Measure, and print one line."""
+    parser = OneLineParser(prog="python -m trainer.bench.overhead", description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=20, help="blocks with metrics, and as many without")
+    parser.add_argument("--steps", type=int, default=20, help="of a block; ten are the least that mean anything")
+    given = parser.parse_args()
+    if given.pairs < 2 or given.steps < 1:
+        parser.error("--pairs must be 2 or more, --steps 1 or more")
+    world = from_launcher("auto")
+    join(world, 600)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(world, Path(folder))
+        for told in (True, False):
+            bench.block(given.steps, told)
+        times: dict[bool, list[float]] = {True: [], False: []}
+        bench.seconds = 0.0
+        for pair in range(given.pairs):
+            for told in (True, False) if pair % 2 else (False, True):
+                times[told].append(bench.block(given.steps, told))
+    if world.is_main:
+        ratios = [100 * (a / b - 1) for a, b in zip(times[True], times[False], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        step = 1000 * statistics.median(times[False]) / given.steps
+        found = f"{middle:+.2f} % (quartiles {low:+.2f}, {high:+.2f}; {given.pairs} pairs of {given.steps} steps)"
+        print(f"{world.size} ranks on {world.device.type}: {step:.1f} ms a step without metrics; with them {found}")
+        own = 1000 * bench.seconds / (given.pairs * given.steps)
+        print(f"of it rank 0's own work: {own:.3f} ms a step, {100 * own / step:.3f} %")
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

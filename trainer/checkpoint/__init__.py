@@ -1,0 +1,1 @@
+"""Checkpoints: saving, reading, proving, and what else belongs to them."""

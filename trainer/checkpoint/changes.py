@@ -1,0 +1,88 @@
+"""What changed since a checkpoint, among the settings that a resumed run may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.checkpoint.reading import Checkpoint
+from trainer.checkpoint.state import TrainState
+from trainer.engine.schedule import Phase, learning_rate
+
+Changes = dict[str, tuple[Any, Any]]  # key: its value in the checkpoint, and its value now
+SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation")  # that decide how a run goes on
+RATE = "the next step's learning rate"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run runs."""
+
+    config: dict[str, Any]  # a tree, its phases in steps
+    identity: dict[str, Any]
+    precision: str  # in use
+    ranks: int
+
+    @staticmethod
+    def of(found: Checkpoint) -> Setup:
+        """The setup that a checkpoint was saved under."""
+        record = found.record
+        return Setup(record["config"], record["identity"], record["precision"], len(found.parts))
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases, without keys of another version."""
+        names = Phase.__dataclass_fields__
+        return [Phase(**{key: value for key, value in own.items() if key in names}) for own in self.config["phases"]]
+
+    def deciding(self, phase: int) -> dict[str, Any]:
+        """What decides how the run goes on from the phase of that index."""
+        phases = [
+            None if index < phase else own | {"global_batch": same["global_batch"]}  # also if it states its factors
+            for index, (own, same) in enumerate(zip(self.config["phases"], self.identity["phases"], strict=True))
+        ]
+        found = {key: self.config[key] for key in SECTIONS if key in self.config}
+        found["engine"] = found["engine"] | {"precision": self.precision}
+        return {"ranks": self.ranks, "phases": phases} | found
+
+
+def since(saved: Setup, ours: Setup, state: TrainState) -> Changes:
+    """What a run changes that goes on from ``state``; at the end, the rate of its next step. Pure."""
+    found = differing(saved.deciding(state.phase), ours.deciding(state.phase))
+    if state.entering(tuple(ours.phases)).phase == state.phase < len(ours.phases):
+        before, now = (learning_rate(own.phases[state.phase], state.phase_step + 1) for own in (saved, ours))
+        found |= {RATE: (before, now)} if before != now else {}
+    return found
+
+
+def differing(before: Any, now: Any, where: str = "") -> Changes:
+    """The leaves in which two trees of plain data differ, by key ("phases.0.steps"). Pure.
+
+    A key that only one of them has belongs to another version of Lambert, and is left out. An item that only one of
+    two lists has is told as a whole, and None in its place.
+    """
+    found: Changes = {}
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in now:
+            if key in before:
+                found |= differing(before[key], now[key], f"{where}.{key}" if where else str(key))
+    elif isinstance(before, list | tuple) and isinstance(now, list | tuple):
+        for index in range(max(len(before), len(now))):
+            one, other = (part[index] if index < len(part) else None for part in (before, now))
+            found |= differing(one, other, f"{where}.{index}")
+    elif before != now:
+        found[where] = before, now
+    return found
+
+
+def spelled(changes: Changes) -> str:
+    """The changes in one line."""
+    return "; ".join(f"{key} was {_shown(before)}, now {_shown(now)}" for key, (before, now) in changes.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and "name" in value:  # a phase
+        return str(value["name"])
+    return value if isinstance(value, str) else f"{value:.10g}" if isinstance(value, float) else json.dumps(value)

@@ -1,0 +1,352 @@
+"""Checkpoints in Lambert's own layout: tensors in safetensors, everything else in one JSON, no pickle.
+
+    step-00001200/
+        part-00000-of-00002.safetensors   what rank 0 owned: weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
+        part-00001-of-00002.safetensors   what rank 1 owned
+        checkpoint.json                   shapes, parts with their sha256, the run's record, and its own sha256
+    latest                                the newest one's name, for people and tools; Lambert reads the folders
+
+A part may hold a whole parameter or a flat piece of one; its metadata say where the piece begins, so any
+number of ranks under any ZeRO stage puts whole tensors together again. The weights are the fp32 masters.
+A folder gets its name only when all its parts are on disk: see trainer/checkpoint/saving.py, which writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from data_prep.json_text import parse_json, read_json, shown
+from trainer.bounds import MOST_STEPS, outside
+from trainer.engine.optimizer import LambertOptimizer
+from trainer.engine.partition import Buffer
+from trainer.errors import TrainerError, exit_code, explain, shortage
+from trainer.exits import FAILED
+from trainer.model.bert import Bert, ModelConfig
+from trainer.ranks.world import World
+
+FORMAT, VERSION = "lambert-checkpoint", 2
+_NAME = re.compile(r"step-\d{8,}", re.ASCII)
+_LONGEST_NAME = 64  # bytes of ``latest`` that are read
+_LARGEST_LISTING = 1 << 27  # bytes of checkpoint.json; a parameter takes a hundred
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When and how to save, and what to keep."""
+
+    every_steps: int = 1000
+    asynchronous: bool = True  # training waits for a copy in CPU memory only, and the disk works beside it
+    keep: int = 3  # newest ones; older ones are removed after a save
+    keep_every_steps: int | None = None  # checkpoints of steps that are multiples of it are never removed
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        found = outside(
+            self, every_steps=(1, MOST_STEPS), keep=(1, MOST_STEPS), keep_every_steps=(-math.inf, MOST_STEPS)
+        )
+        often = self.keep_every_steps
+        if often is not None and (often < 1 or (self.every_steps > 0 and often % self.every_steps)):
+            found.append(
+                f"keep_every_steps is {often}: must be a multiple of every_steps ({self.every_steps}), where "
+                "checkpoints are, or null"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    folder: Path
+    shapes: dict[str, torch.Size]
+    parts: dict[str, str]  # file name: sha256
+    record: dict[str, Any]  # what the run saved beside the tensors
+
+
+def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint under ``root`` (None without any), and why newer ones were passed over.
+
+    Whole means whole in size. ``damaged`` has the names of those that :func:`verify` disproved, and its reasons.
+    """
+    damaged = damaged or {}
+    passed: list[str] = []
+    pointer = root / "latest"
+    if pointer.is_file():
+        name = _pointed(pointer)
+        if not _NAME.fullmatch(name) or not (root / name).is_dir():
+            passed.append(f"{pointer} names {name}, which is not there")
+    for folder in sorted(named(root), key=step_of, reverse=True):
+        if folder.name in damaged:
+            passed.append(damaged[folder.name])
+            continue
+        try:
+            return read(folder), passed
+        except TrainerError as error:
+            passed.append(str(error))
+    return None, passed
+
+
+def _pointed(pointer: Path) -> str:
+    """The name that ``latest`` holds; cut short if it is no checkpoint's, and so too long for a folder's."""
+    try:
+        with pointer.open("rb") as file:
+            return " ".join(file.read(_LONGEST_NAME).decode(errors="replace").split())
+    except OSError as error:
+        return f"nothing ({error.strerror})"
+
+
+def read(folder: Path) -> Checkpoint:
+    """Open one checkpoint and check that its parts, and no others, are there, whole in size.
+
+    Raises TrainerError naming what is missing, foreign, too many or short, and OSError if a shortage prevents reading.
+    """
+    try:
+        tree = read_json(folder / "checkpoint.json", _LARGEST_LISTING)
+    except (OSError, ValueError) as error:
+        if shortage(error):
+            raise  # it may be whole: an older one must not take its place
+        raise TrainerError(f"{folder} is not a whole checkpoint: it has no readable checkpoint.json") from None
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
+        raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
+    if tree.pop("sha256", None) != tree_sha256(tree):
+        raise TrainerError(f"checkpoint {folder} is damaged: the sha256 of checkpoint.json differs")
+    whole, parts = _content(folder, tree), tree["parts"]
+    if list(whole.parts) != [part_name(rank, len(parts)) for rank in range(len(parts))]:
+        raise TrainerError(f"checkpoint {folder} is damaged: its list of parts is not that of one save")
+    for part in parts:
+        path = folder / part["name"]
+        size = path.stat().st_size if path.is_file() else None
+        if size != part["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
+            raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
+    if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in whole.parts):
+        raise TrainerError(f"checkpoint {folder} is damaged: {extra[0]} is of another save")
+    return whole
+
+
+def _content(folder: Path, tree: dict[str, Any]) -> Checkpoint:
+    """What ``checkpoint.json`` says. Raises TrainerError if no save wrote it so."""
+    try:
+        shapes = {name: _shape(sizes) for name, sizes in tree["shapes"].items()}
+        parts = {str(part["name"]): str(part["sha256"]) for part in tree["parts"]}
+        record = dict(tree["record"])
+        room = sum(part["bytes"] for part in tree["parts"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TrainerError(
+            f"checkpoint {folder} is damaged: no save wrote its checkpoint.json ({shown(error)})"
+        ) from None
+    if sum(shape.numel() for shape in shapes.values()) > room:
+        raise TrainerError(f"checkpoint {folder} is damaged: its shapes ask for more than its parts can hold")
+    return Checkpoint(folder, shapes, parts, record)
+
+
+def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
+    """Fill this rank's masters and moments from any number of parts, in place; :func:`verify` proves them before.
+
+    Raises TrainerError when the checkpoint is of another model.
+    """
+    partition = optimizer.partition
+    assert partition is not None
+    require_shapes(f"checkpoint {checkpoint.folder}", checkpoint.shapes, partition.shapes)
+    pieces = _Pieces(checkpoint)
+    for buffer in partition.buffers:
+        for kind, flat in flat_tensors(optimizer, buffer).items():
+            for part in buffer.slices:
+                flat[part.offset : part.offset + part.length] = pieces.read(kind, part.name, part.start, part.length)
+    optimizer.steps = int(checkpoint.record["optimizer"]["steps"])
+
+
+def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """All parameters, whole, fp32, on the CPU. Raises TrainerError when a part is damaged."""
+    verify(checkpoint)
+    pieces = _Pieces(checkpoint)
+    return {
+        name: pieces.read("weight", name, 0, shape.numel()).view(shape) for name, shape in checkpoint.shapes.items()
+    }
+
+
+def load_model(checkpoint: Checkpoint, fillers: int = 0) -> Bert:
+    """The checkpoint's model, fp32, on the CPU; ``fillers``: how many its tokenizer has.
+
+    Raises TrainerError if a part is damaged or a weight is not finite.
+    """
+    weights = load_weights(checkpoint)
+    require_finite(f"checkpoint {checkpoint.folder}", weights)
+    model = Bert(model_of(checkpoint), fillers=fillers)
+    model.load_state_dict(weights)
+    return model
+
+
+def model_of(checkpoint: Checkpoint) -> ModelConfig:
+    """The model that the run's configuration describes. Raises TrainerError if it describes none that can be."""
+    try:
+        model = ModelConfig(**checkpoint.record["config"]["model"])
+        problems = model.problems()
+    except (LookupError, TypeError) as error:
+        problems = [repr(error)]
+    if problems:
+        raise TrainerError(f"checkpoint {checkpoint.folder} has a record of no model ({'; '.join(problems)})")
+    return model
+
+
+def find(path: Path, tell: Callable[[str], None] = lambda text: None) -> Checkpoint:
+    """``path`` as a checkpoint, or the newest whole one in it. Raises TrainerError without any.
+
+    ``tell`` is told of each newer one that is passed over, and why.
+    """
+    if (path / "checkpoint.json").is_file():
+        return read(path)
+    found, passed = newest(path)
+    if found is None:
+        advice = f"no whole checkpoint in {path}: name a run's folder, or a step-… folder in it"
+        raise TrainerError("; ".join([advice, *passed]))
+    for problem in passed:
+        tell(f"warning: not used: {problem}; {found.folder.name} is taken in its place")
+    return found
+
+
+def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
+    """Prove every ``ranks``-th part, from the ``rank``-th on, by its sha256.
+
+    Raises TrainerError with the name of the first damaged one.
+    """
+    for name in list(checkpoint.parts)[rank::ranks]:
+        if file_sha256(checkpoint.folder / name) != checkpoint.parts[name]:
+            raise TrainerError(
+                f"checkpoint {checkpoint.folder} is damaged: the sha256 of {name} differs; restore it, or use an older "
+                "checkpoint"
+            )
+
+
+def disprove(folder: Path, world: World, check: Callable[[Checkpoint], object] = lambda found: None) -> str:
+    """Why it is no whole checkpoint, as far as this rank's share of the proof tells; empty if it tells nothing.
+
+    ``check`` raises TrainerError for a record that this kind of run cannot go on from.
+    Raises OSError if a shortage prevents the proof: another checkpoint must not take this one's place for that.
+    """
+    try:
+        found = read(folder)
+        check(found)
+        verify(found, world.rank, world.size)
+    except (TrainerError, OSError) as error:
+        if exit_code(error) == FAILED:
+            raise
+        return explain(error)
+    return ""
+
+
+def require_shapes(what: str, theirs: dict[str, torch.Size], ours: dict[str, torch.Size]) -> None:
+    """Parameters by name and shape must be those of this run. Raises TrainerError naming the first that differs."""
+    different = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
+    if not different:
+        return
+    name = different[0]
+    there, here = (f"{list(shapes[name])}" if name in shapes else "absent" for shapes in (theirs, ours))
+    raise TrainerError(
+        f"{what} is of another model: {len(different)} parameters differ, first {name} ({there} there, {here} in this "
+        "run): restore the model section, or name another folder"
+    )
+
+
+def require_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises TrainerError naming the first of the floating tensors that holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        wide = tensor if tensor.itemsize > 1 else tensor.float()  # PyTorch does not ask it of one byte
+        if tensor.is_floating_point() and not wide.isfinite().all():
+            raise TrainerError(
+                f"{what}: {name} holds NaN or infinity, so nothing can be computed from it: name an older checkpoint, "
+                "or fetch or export the weights again"
+            )
+
+
+# ---- what reading and writing share ----------------------------------------------------------------------------
+
+
+def named(root: Path) -> list[Path]:
+    """The folders under ``root`` that have the name of a checkpoint."""
+    return [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+
+
+def step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def part_name(rank: int, ranks: int) -> str:
+    """The file of one rank's part."""
+    return f"part-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def flat_tensors(optimizer: LambertOptimizer, buffer: Buffer) -> dict[str, Tensor]:
+    """The flat fp32 tensors of one buffer by kind, on its device."""
+    return {"weight": buffer.master.detach().view(-1), **optimizer.moments(buffer)}
+
+
+def _shape(sizes: list[int]) -> torch.Size:
+    """Raises ValueError if they are not sizes of a tensor."""
+    if not all(type(size) is int and 0 <= size < 2**40 for size in sizes) or math.prod(sizes) >= 2**40:
+        raise ValueError(f"shape {sizes}"[:80])
+    return torch.Size(sizes)
+
+
+def tree_sha256(tree: dict[str, Any]) -> str:
+    """The checksum of plain data as JSON holds it."""
+    plain = json.loads(json.dumps(tree))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """The checksum of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, to the disk itself."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Pieces:
+    """Reads flat ranges of parameters from whichever parts hold them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.folder = checkpoint.folder
+        self.files: list[Any] = [safe_open(checkpoint.folder / name, framework="pt") for name in checkpoint.parts]
+        self.starts = [parse_json(file.metadata()["starts"]) for file in self.files]
+
+    def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
+        """Elements ``start … start + length`` of the flattened tensor, fp32. Raises TrainerError on a gap."""
+        wanted = torch.empty(length)
+        filled = 0
+        for low, piece in self._overlapping(kind, name, start, start + length):
+            begin, end = max(low, start), min(low + piece.numel(), start + length)
+            wanted[begin - start : end - start] = piece[begin - low : end - low]
+            filled += end - begin
+        if filled != length:
+            raise TrainerError(f"checkpoint {self.folder} lacks {length - filled} elements of {kind}/{name}")
+        return wanted
+
+    def _overlapping(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """(first element, flat piece) of the parts that hold any of the elements ``start … end``."""
+        key = f"{kind}/{name}"
+        for file, starts in zip(self.files, self.starts, strict=True):
+            if name in starts:
+                low = starts[name]
+                if low < end and start < low + math.prod(file.get_slice(key).get_shape()):
+                    yield low, file.get_tensor(key).view(-1)

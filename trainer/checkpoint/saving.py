@@ -1,0 +1,299 @@
+"""Saving: a copy of each rank's part at a step's border, then threads that bring it to the disk.
+
+Every rank's thread writes its own part into one folder with a dotted name, and rank 0's gives the folder its
+name when all parts are in it: the threads share that folder and nothing else. What became of a save is agreed
+on at a step's border by all ranks, in collectives of a few bytes that none of them enters before its disk has
+done; so a slow disk holds up no collective, and a failure on any rank reaches all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data_prep.atomic import replacing
+from trainer.checkpoint import leftovers
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.leftovers import move_aside, remove, temporary
+from trainer.checkpoint.reading import CheckpointConfig
+from trainer.engine.optimizer import LambertOptimizer
+from trainer.errors import TrainerError, explain
+from trainer.ranks.world import World, broadcast_text
+
+POLL_SECONDS = 0.01  # between two looks of a rank that waits
+_REASON_BYTES = 400  # of a failure's text on its way to the other ranks
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of one save. Its size, its times and ``leftover`` are those that rank 0 saw."""
+
+    step: int
+    folder: Path
+    failure: str  # which rank could not save, and why; empty for a whole checkpoint
+    size: int  # bytes
+    stall_seconds: float  # that training stood still for it
+    seconds: float  # from its step's border to its name on the disk
+    ended: float  # Unix time
+    leftover: str = ""  # what should be gone and is not, with its path and the reason; each told once
+
+
+@dataclass
+class _Save:
+    """A save that has begun on this rank. Its thread writes the second half of the fields, and ends."""
+
+    step: int
+    folder: Path
+    record: dict[str, Any]
+    temporary: Path = Path()  # the folder until it has its name, the same on all ranks
+    begun: float = field(default_factory=time.perf_counter)
+    stall_seconds: float = 0.0
+    thread: Thread | None = None
+    abandoned: Event = field(default_factory=Event)  # another rank failed: its part will never come
+
+    failure: str = "its thread died, see the traceback above"
+    leftover: str = ""
+    size: int = 0
+    seconds: float = 0.0
+    ended: float = field(default_factory=time.time)
+
+
+class Saver:
+    """Saves a run's checkpoints under ``root``, one at a time. Every rank makes every call, at the same step.
+
+    A save that fails on any rank leaves nothing with a checkpoint's name and raises nothing: the ``Saved`` tells.
+    """
+
+    def __init__(self, root: Path, config: CheckpointConfig, optimizer: LambertOptimizer, world: World) -> None:
+        self.root, self.config, self.optimizer, self.world = root, config, optimizer, world
+        self.last: Saved | None = None
+        self.warned: set[Path] = set()  # leftovers that were told
+        self._running: _Save | None = None
+
+    def save(self, step: int, record: dict[str, Any]) -> list[Saved]:
+        """Begin to save ``step`` and ``record`` (plain data); without ``asynchronous``, also end.
+
+        Waits for a save that is still running. Returns those that ended in the call.
+        """
+        ended = self.finish()
+        self._running = self._begin(_Save(step, self.root / f"step-{step:08d}", record))
+        return ended if self.config.asynchronous else ended + self.finish()
+
+    def look(self) -> list[Saved]:
+        """The save that has ended on all ranks, if there is one now. Waits for no disk."""
+        save = self._running
+        if save is None:
+            return []
+        writing = save.thread is not None and save.thread.is_alive()
+        states = torch.tensor(
+            [writing, not writing and save.failure != ""], dtype=torch.int32, device=self.world.device
+        )
+        dist.all_reduce(states, op=dist.ReduceOp.MAX)
+        writes, fails = states.tolist()
+        if fails:
+            save.abandoned.set()
+        if writes:
+            return []
+        self._running = None
+        failure = first_failure(save.failure, self.world) if fails else ""
+        if fails and self.world.is_main:  # the room may be what was lacking
+            shutil.rmtree(save.temporary, ignore_errors=True)
+        figures = save.size, save.stall_seconds, save.seconds, save.ended
+        self.last = Saved(save.step, save.folder, failure, *figures, save.leftover)
+        return [self.last]
+
+    def finish(self) -> list[Saved]:
+        """Wait for the save that is running, if one is, and return it."""
+        began = time.perf_counter()
+        ended = self.look()
+        while self._running is not None:
+            time.sleep(POLL_SECONDS)
+            ended = self.look()
+        return [replace(saved, stall_seconds=saved.stall_seconds + time.perf_counter() - began) for saved in ended]
+
+    def _begin(self, save: _Save) -> _Save:
+        def make_folder() -> None:
+            for path in drafts(self.root):  # what a killed or failed save left: no other is running
+                remove(path)
+            save.temporary = temporary(save.folder)
+            save.temporary.mkdir(parents=True)
+
+        failure = attempt(make_folder) if self.world.is_main else ""
+        if first_failure(failure, self.world):
+            save.failure = failure
+            return save
+        save.temporary = self.root / broadcast_text(save.temporary.name, self.world)  # also the sign that it is there
+        try:
+            part = _Part(*_copy(self.optimizer, self.world), self.world.rank, self.world.size)
+            thread = Thread(target=self._write, args=(save, part), name="saver", daemon=True)
+            thread.start()
+            save.thread = thread
+        except (MemoryError, RuntimeError) as error:  # PyTorch's word for no memory, and Python's for no more threads
+            save.failure = explain(error)
+        save.stall_seconds = time.perf_counter() - save.begun
+        return save
+
+    def _write(self, save: _Save, part: _Part) -> None:
+        """What the thread does. Everything it needs was copied before."""
+
+        def write() -> None:
+            part.write(save.temporary)
+            if self.world.is_main and (parts := _wait_for_parts(save.temporary, self.world.size, save.abandoned)):
+                save.size, left = _publish(save, parts, part.shapes)
+                left |= prune(self.root, self.config, save.step)
+                save.leftover = "; ".join(reason for path, reason in left.items() if path not in self.warned)
+                self.warned.update(left)
+
+        failure = attempt(write)
+        save.seconds, save.ended = time.perf_counter() - save.begun, time.time()
+        save.failure = failure
+
+
+def attempt(action: Callable[[], None]) -> str:
+    """Why ``action`` could not be done, in one line; empty when it was."""
+    try:
+        action()
+    except (TrainerError, OSError, SafetensorError, MemoryError) as error:
+        return explain(error)
+    return ""
+
+
+def first_failure(failure: str, world: World) -> str:
+    """The text of the first rank whose ``failure`` is not empty, with its number, on every rank; they all call it."""
+    own = f"rank {world.rank}: {failure}".encode()[:_REASON_BYTES] if failure else b""
+    padded = torch.frombuffer(bytearray(own.ljust(_REASON_BYTES, b"\0")), dtype=torch.uint8).to(world.device)
+    told = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(told, padded)
+    texts = (bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore") for text in told)
+    return next((text for text in texts if text), "")
+
+
+def drafts(root: Path) -> list[Path]:
+    """What killed saves left of checkpoints."""
+    return leftovers.drafts(root, r"step-\d{8,}")
+
+
+def stuck_saves(root: Path) -> dict[Path, str]:
+    """What no save under ``root`` will be able to remove, with the reason; nothing is changed."""
+    return leftovers.stuck([*drafts(root), *checkpoint.named(root)])
+
+
+def prune(root: Path, config: CheckpointConfig, step: int) -> dict[Path, str]:
+    """Remove the checkpoints up to ``step`` that ``config`` does not keep, and what killed saves left.
+
+    Returns what cannot be removed, with the reason. Folders of later steps are none of this run's past: a resume passed
+    them over, and a person may want them.
+    """
+    past = sorted((f for f in checkpoint.named(root) if checkpoint.step_of(f) <= step), key=checkpoint.step_of)
+    often, left = config.keep_every_steps, dict[Path, str]()
+    for path in (path for path in past[: -config.keep] if often is None or checkpoint.step_of(path) % often):
+        if path.is_symlink():  # somebody moved it to another disk
+            left |= leftovers.stuck([path])
+            continue
+        try:
+            move_aside(path)  # at once: no moment shows half of it under its name
+        except OSError as error:
+            left[path] = f"{path}: {error.strerror}"
+    reasons = {path: remove(path) for path in drafts(root)}
+    return left | {path: reason for path, reason in reasons.items() if reason}
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A copy of what one rank owns."""
+
+    tensors: dict[str, Tensor]  # "kind/name": fp32, whole with its shape or a flat piece
+    starts: dict[str, int]  # name: first element of the piece
+    shapes: dict[str, torch.Size]  # of all parameters
+    rank: int
+    ranks: int
+
+    def write(self, folder: Path) -> None:
+        """Bring it to the disk, and then its size and sha256 beside it, whole or not at all, for rank 0."""
+        path = folder / checkpoint.part_name(self.rank, self.ranks)
+        save_file(self.tensors, path, metadata={"starts": json.dumps(self.starts)})
+        path.chmod(0o644)  # safetensors leaves it to its owner alone
+        checkpoint.sync(path)
+        facts = {"name": path.name, "bytes": path.stat().st_size, "sha256": checkpoint.file_sha256(path)}
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(facts), encoding="utf-8")
+        draft.replace(path.with_suffix(".json"))
+
+
+def _copy(optimizer: LambertOptimizer, world: World) -> tuple[dict[str, Tensor], dict[str, int], dict[str, torch.Size]]:
+    """This rank's tensors in CPU memory, their starts, and the shapes of all parameters."""
+    partition = optimizer.partition
+    assert partition is not None
+    tensors: dict[str, Tensor] = {}
+    starts: dict[str, int] = {}
+    for buffer in partition.buffers:
+        for kind, flat in checkpoint.flat_tensors(optimizer, buffer).items():
+            for part in buffer.slices:
+                if partition.shared or world.is_main:  # whole copies on every rank: one is enough
+                    shape = partition.shapes[part.name]
+                    piece = torch.empty(shape if part.length == shape.numel() else (part.length,), device="cpu")
+                    piece.view(-1).copy_(flat[part.offset : part.offset + part.length])
+                    tensors[f"{kind}/{part.name}"] = piece
+                    starts[part.name] = part.start
+    return tensors, starts, partition.shapes
+
+
+def _wait_for_parts(folder: Path, ranks: int, abandoned: Event) -> list[dict[str, Any]]:
+    """Every part's name, size and sha256 as soon as all parts are on the disk; empty if ``abandoned``.
+
+    Raises TrainerError where somebody else removed the folder: no part would ever come.
+    """
+    beside = [(folder / checkpoint.part_name(rank, ranks)).with_suffix(".json") for rank in range(ranks)]
+    while not all(path.exists() for path in beside):
+        if abandoned.wait(POLL_SECONDS):
+            return []
+        if not folder.is_dir():
+            raise TrainerError(f"{folder} is gone: who else writes to or cleans its folder?")
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in beside]
+    for path in beside:
+        path.unlink()
+    return parts
+
+
+def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> tuple[int, dict[Path, str]]:
+    """Give the folder its name, and then write ``latest``.
+
+    Returns the checkpoint's bytes, and why ``latest`` cannot be written, which only people and tools miss.
+    """
+    tree = {
+        "format": checkpoint.FORMAT,
+        "version": checkpoint.VERSION,
+        "shapes": {name: list(shape) for name, shape in shapes.items()},
+        "parts": parts,
+        "record": save.record,
+    }
+    listing, pointer = save.temporary / "checkpoint.json", save.folder.with_name("latest")
+    listing.write_text(json.dumps({**tree, "sha256": checkpoint.tree_sha256(tree)}, indent=1), encoding="utf-8")
+    for path in (listing, save.temporary):
+        checkpoint.sync(path)
+    size = sum(path.stat().st_size for path in save.temporary.iterdir())
+    move_aside(save.folder)  # the same step, damaged: a resume passed it over
+    os.replace(save.temporary, save.folder)
+    checkpoint.sync(save.folder.parent)
+    try:
+        with replacing(pointer) as file:
+            file.write(f"{save.folder.name}\n".encode())
+    except OSError as error:
+        return size, {pointer: f"{pointer} cannot be written: {error.strerror}"}
+    return size, {}

@@ -1,0 +1,1 @@
+"""Models in and out: Hugging Face folders, ONNX, plain weights, model cards."""

@@ -1,0 +1,159 @@
+"""The names and shapes of Hugging Face's BERT and of ours, as pure maps in both directions.
+
+Ours packs query, key and value into one projection (3D, D), pads the vocabulary, and names parameters
+without modules (``mlp_in_weight``). The tied decoder has no tensor of its own here; there it is written
+under the token table's name only, and transformers ties it on loading.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainer.errors import TrainerError
+from trainer.model.bert import Bert, ModelConfig
+
+# The decoder's bias of a piece that only fills the vocabulary up: exact in fp32, fp16 and bf16, and exp of it is 0.
+SILENT = -8192.0
+_NAMES = {
+    "token_table": "bert.embeddings.word_embeddings.weight",
+    "segment_table": "bert.embeddings.token_type_embeddings.weight",
+    "position_table": "bert.embeddings.position_embeddings.weight",
+    "embedding_norm": "bert.embeddings.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "mlm": "cls.predictions.transform.dense",
+    "mlm_norm": "cls.predictions.transform.LayerNorm",
+    "decoder_bias": "cls.predictions.bias",
+    "nsp": "cls.seq_relationship",
+}
+_LAYER_NAMES = {
+    "attention_out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp_in": "intermediate.dense",
+    "mlp_out": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+_HEADS = {"pooler": "pooler", "mlm": "MLM head", "decoder": "MLM head", "nsp": "NSP head"}
+_PADDED = ("token_table", "decoder_bias")  # vocab_rows here, vocab_size there
+_TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+
+
+def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig, fillers: int = 0) -> dict[str, Tensor]:
+    """Bert's ``state_dict`` under the names of BertForPreTraining, the vocabulary's padding cut off.
+
+    The last ``fillers`` tokens get SILENT as the decoder's bias, so that they have no probability there either. Raises
+    TrainerError if a tensor is missing, too many, empty, or of another shape than the model's.
+    """
+    _check_shapes(weights, model)
+    out = {}
+    for name, tensor in weights.items():
+        targets = _hugging_face_names(name)
+        parts = tensor.chunk(3) if len(targets) == 3 else (tensor,)  # (3D, ...) -> q, k, v of (D, ...)
+        for target, part in zip(targets, parts, strict=True):
+            out[target] = part[: model.vocab_size] if name in _PADDED else part
+    if fillers:
+        kept = weights["decoder_bias"][: model.vocab_size - fillers]
+        out[_NAMES["decoder_bias"]] = torch.cat([kept, kept.new_full((fillers,), SILENT)])
+    return out
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of outputs, as a share of the largest; ``theirs`` may have columns of fillers on top.
+
+    Silent outputs are left out, being larger than all others. Infinite where one is silent and the other is not.
+    """
+    count, silent = ours.shape[1], theirs <= SILENT / 2
+    if not (torch.equal(silent[:, :count], ours <= SILENT / 2) and bool(silent[:, count:].all())):
+        return math.inf
+    heard, theirs = ~silent[:, :count], theirs[:, :count]
+    return float((ours - theirs)[heard].abs().max() / theirs[heard].abs().max())
+
+
+def from_hugging_face(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Tensors of a BertForPreTraining or a BertModel as Bert's ``state_dict``, padding rows zero.
+
+    Heads that are not there are left out. Raises TrainerError if another tensor is missing, a shape does
+    not fit, or the decoder is not tied to the token table.
+    """
+    tensors = _modern_names(tensors)
+    for name, partner in _TIED.items():
+        if {name, partner} <= tensors.keys() and not torch.equal(tensors[name], tensors[partner]):
+            raise TrainerError(f"{name} differs from {partner}; Lambert's BERT ties the two")
+    out = {}
+    for name, shape in _shapes(model).items():
+        sources = [tensors[source] for source in _hugging_face_names(name) if source in tensors]
+        if sources:
+            tensor = torch.cat(sources)
+            if name in _PADDED and tensor.shape[0] == model.vocab_size:
+                padding = tensor.new_zeros(model.vocab_rows - model.vocab_size, *tensor.shape[1:])
+                tensor = torch.cat([tensor, padding])
+            out[name] = tensor
+        elif _head(name) is None:
+            raise TrainerError(f"no tensor {_hugging_face_names(name)[0]}; is this the folder of a BERT?")
+        if name in out and out[name].shape != shape:
+            seen, fit = tuple(out[name].shape), tuple(shape)
+            raise TrainerError(f"{_hugging_face_names(name)[0]}: {name} is {seen}, the model's is {fit}")
+    return out
+
+
+def missing_heads(weights: dict[str, Tensor], model: ModelConfig) -> list[str]:
+    """Names, for people, of the heads that an import did not bring."""
+    absent = [_head(name) for name in _shapes(model) if name not in weights]
+    return list(dict.fromkeys(head for head in absent if head is not None))
+
+
+def unused_names(tensors: dict[str, Tensor], model: ModelConfig) -> list[str]:
+    """Names that ``from_hugging_face`` passes over: heads of other tasks, for example."""
+    used = {target for name in _shapes(model) for target in _hugging_face_names(name)} | _TIED.keys()
+    return sorted(n for n in _modern_names(tensors).keys() - used if not n.endswith("position_ids"))
+
+
+def _hugging_face_names(name: str) -> list[str]:
+    """The one name of a parameter there, or three (query, key, value) for the packed projection."""
+    if name in _NAMES:
+        return [_NAMES[name]]
+    prefix, names = "", _NAMES
+    if name.startswith("layers."):
+        _, number, name = name.split(".")
+        prefix, names = f"bert.encoder.layer.{number}.", _LAYER_NAMES
+    stem, _, kind = name.rpartition("_")  # "mlp_in", "weight"
+    if stem == "qkv":
+        return [f"{prefix}attention.self.{part}.{kind}" for part in ("query", "key", "value")]
+    return [f"{prefix}{names[stem]}.{kind}"]
+
+
+def _modern_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names as BertForPreTraining has them now: BertModel's get their prefix, old gamma and beta theirs."""
+    prefix = "" if any(name.startswith("bert.") for name in tensors) else "bert."
+    out = {}
+    for name, tensor in tensors.items():
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        out[prefix + name] = tensor
+    return out
+
+
+def _head(name: str) -> str | None:
+    """Which head a parameter of ours belongs to; None for the encoder."""
+    return _HEADS.get(name.split("_")[0])
+
+
+def _shapes(model: ModelConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in Bert(model).state_dict().items()}
+
+
+def _check_shapes(weights: dict[str, Tensor], model: ModelConfig) -> None:
+    shapes = _shapes(model)
+    if absent := sorted(shapes.keys() - weights.keys()):
+        raise TrainerError(f"the weights lack {len(absent)} tensors, {absent[0]} first")
+    if foreign := sorted(weights.keys() - shapes.keys()):
+        raise TrainerError(f"the weights hold {len(foreign)} unknown tensors, {foreign[0]} first")
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            seen = "empty" if weights[name].numel() == 0 else tuple(weights[name].shape)
+            raise TrainerError(f"the weight {name} is {seen}; the model's is {tuple(shape)}")

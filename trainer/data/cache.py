@@ -1,0 +1,297 @@
+"""The local folder of a remote data set: what a run needs of it, filled shard by shard, and bounded.
+
+It is ``<cache>/<sha256 of the manifest>`` with the data set's own names in it, so the ranks of a node, several runs
+and several phases share it. Beside each shard lies a lock file (flock): whoever reads a shard holds it shared,
+whoever fetches or removes it holds it alone. So a shard is fetched once on a node, none is removed that anybody
+reads, and a killed process leaves nothing held. A file gets its name once the manifest's sha256 has proved it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from data_prep.atomic import TEMPORARY
+from data_prep.errors import DataError
+from data_prep.json_text import shown
+from data_prep.manifest import (
+    LENGTH_COUNTS,
+    MANIFEST,
+    SMALL,
+    TOKEN_COUNTS,
+    TOKENIZER_FOLDER,
+    Manifest,
+    ShardRecord,
+    file_sha256,
+    load_manifest,
+)
+from data_prep.shards import PREFIX, index_limit, index_path, tar_path
+from data_prep.tokenizer import TOKENIZER_FILES, load_proven
+from trainer.bounds import outside
+from trainer.data.remote import POLL, Remote
+from trainer.errors import TrainerError, shortage
+
+FETCHERS = 4  # shards at once that a rank fetches
+ORIGIN = re.compile(r"https?://[^/?#@\s]+")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Where the shards of remote data sets are kept, and how many."""
+
+    folder: str = "~/.cache/lambert"  # on the node's own disk; its ranks, and other runs, share it
+    # it may grow to this before the shards used longest ago go; those of the order's window and of the following
+    # one stay, however many they are
+    gigabytes: float = 20.0
+    # a server over HTTP may redirect to itself, and to these: ["https://cdn.example.com"]
+    redirects: tuple[str, ...] = ()
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        found = []
+        if not self.folder:
+            found.append("folder is empty: name one on the node's own disk")
+        found += outside(self, gigabytes=(0, 10**6))
+        for place in self.redirects:
+            if not ORIGIN.fullmatch(place):
+                found.append(
+                    f"redirects has {shown(place)}: name scheme, host and port alone, as https://cdn.example.com"
+                )
+        return found
+
+
+class Cache:
+    """The local folder of a remote data set; ``folder`` has everything but the shards when this is made.
+
+    ``limit``: bytes of shards in the whole cache, past which what nobody holds is removed. ``turn``: which of the
+    shards is fetched first, so that the ranks of a node share the work.
+    """
+
+    def __init__(self, remote: Remote, folder: Path, limit: float, turn: int) -> None:
+        self.remote, self.folder, self.limit, self.turn = remote, folder, limit, turn
+        self.manifest = load_manifest(folder)
+        self._held: dict[int, IO[bytes]] = {}  # shard: its lock, held shared
+        self._wanted: set[int] = set()
+        self._ahead: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="remote")
+
+    def problems(self) -> list[str]:
+        """The shards that are not there, or of another size, as the server says; none of them is read."""
+        tars = {f"{shard.name}.tar": shard.bytes for shard in self.manifest.shards}
+        keys = [*tars, *(f"{shard.name}.idx.npy" for shard in self.manifest.shards)]
+        sizes = self.remote.sizes(keys)
+        wrong = [key for key in keys if key not in sizes]
+        wrong += [
+            f"{key} ({sizes[key]} bytes instead of {size})"
+            for key, size in tars.items()
+            if key in sizes and sizes[key] not in (None, size)
+        ]
+        if not wrong:
+            return []
+        return [f"{self.remote.address}: missing or cut: {', '.join(wrong)}; publish the data set again"]
+
+    def want(self, now: Sequence[int], following: Sequence[int]) -> None:
+        """Shards ``now`` are there when this returns; ``following`` are fetched meanwhile; no other is held.
+
+        Raises TrainerError with the address of a shard that cannot be had.
+        """
+        self._wanted = {*now, *following}
+        for number in list(self._held):
+            if number not in self._wanted:
+                self._release(number)
+        for task in self._ahead:
+            task.cancel()
+        list(self._pool.map(self._hold, self._mine_first(now)))
+        under_way = [task for task in self._ahead if not task.done()]
+        self._ahead = under_way + [self._pool.submit(self._hold, number) for number in self._mine_first(following)]
+
+    def halt(self) -> None:
+        """Break off what is being fetched, or waited for, however slow the server is."""
+        self.remote.ended.set()
+
+    def rest(self) -> None:
+        """Hold nothing and fetch nothing, until shards are wanted again."""
+        self.want((), ())
+        wait(self._ahead)
+        self.remote.ended.clear()
+
+    def _mine_first(self, numbers: Sequence[int]) -> list[int]:
+        wanted = [number for number in numbers if number not in self._held]
+        start = self.turn % max(len(wanted), 1)
+        return wanted[start:] + wanted[:start]
+
+    def _hold(self, number: int) -> None:
+        """Hold a shard, fetched if it is not there. What fails ahead of time is tried again when it is needed."""
+        if number in self._held or number not in self._wanted:
+            return
+        shard = self.manifest.shards[number]
+        asked = time.time()
+        lock = (self.folder / f"{shard.name}.lock").open("a+b")
+        try:
+            while not self._share(shard, lock):
+                if not _try_lock(lock, fcntl.LOCK_EX):  # another fetches or removes it: look again
+                    if self.remote.ended.wait(POLL):
+                        raise TrainerError(f"{self.remote.address}: the run ends")
+                elif not self._is_whole(shard):
+                    self._fetch(shard, lock, asked)
+            os.utime(tar_path(self.folder, shard.name))
+        except BaseException:
+            lock.close()
+            raise
+        self._held[number] = lock
+        if number not in self._wanted:
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        lock = self._held.pop(number, None)
+        if lock is not None:
+            lock.close()
+
+    def _share(self, shard: ShardRecord, lock: IO[bytes]) -> bool:
+        """Whether the shard is there, and its lock held shared. Nobody holds one whose shard is not there."""
+        if not (self._is_whole(shard) and _try_lock(lock, fcntl.LOCK_SH)):
+            return False
+        if not self._is_whole(shard):  # removed between the two
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            return False
+        return True
+
+    def _is_whole(self, shard: ShardRecord) -> bool:
+        """Whether both files are there; they were proved before they got their names."""
+        tar = tar_path(self.folder, shard.name)
+        return tar.is_file() and tar.stat().st_size == shard.bytes and index_path(self.folder, shard.name).is_file()
+
+    def _fetch(self, shard: ShardRecord, lock: IO[bytes], asked: float) -> None:
+        """Both files of a shard whose lock is held alone. A failure goes to those who wait for it, as well."""
+        lock.seek(0)
+        failure = lock.read().decode()
+        if failure and os.fstat(lock.fileno()).st_mtime >= asked:
+            raise TrainerError(failure)
+        for left in self.folder.glob(f"{shard.name}.*{TEMPORARY}"):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        tar, index = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
+        try:
+            self._require_room(shard)
+            self.remote.fetch(index.name, index, shard.index_sha256, index_limit(shard.bytes))
+            self.remote.fetch(tar.name, tar, shard.sha256, shard.bytes, shard.bytes)
+            _make_room(self.folder.parent, self.limit)
+        except TrainerError as error:
+            if not self.remote.ended.is_set():  # that is nobody else's failure
+                lock.truncate(0)
+                lock.write(str(error).encode())
+                lock.flush()
+            raise
+
+    def _require_room(self, shard: ShardRecord) -> None:
+        """Raises TrainerError, before a byte is fetched, where the manifest names more than fits on the disk."""
+        free = shutil.disk_usage(self.folder).free
+        if shard.bytes > free:
+            raise TrainerError(
+                f"{self.remote.address}/{shard.name}.tar has {shard.bytes:,} bytes by its manifest, but the disk of "
+                f"cache.folder has {free:,} free: free some, or name another folder"
+            )
+
+
+def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cache:
+    """The folder of the data set at ``address`` with its manifest, counts and tokenizer, but no shard yet.
+
+    Raises TrainerError with the address of what cannot be had, or that is not what the manifest says.
+    """
+    remote, root = Remote(address, stall, cache.redirects), Path(cache.folder)
+    try:
+        root = root.expanduser()
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="incoming-", dir=root) as incoming:
+            remote.fetch(MANIFEST, Path(incoming) / MANIFEST, None, SMALL)
+            folder = root / file_sha256(Path(incoming) / MANIFEST)
+            manifest = _load(Path(incoming), remote)
+            folder.mkdir(exist_ok=True)
+            with (folder / "lock").open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not _small_is_whole(folder, manifest):
+                    _fetch_small(remote, manifest, folder)
+                    (Path(incoming) / MANIFEST).replace(folder / MANIFEST)  # last: now it is a data set
+        return Cache(remote, folder, cache.gigabytes * 1e9, turn)
+    except (OSError, RuntimeError) as error:  # the latter: no such user's home
+        if shortage(error):
+            raise
+        raise TrainerError(f"cache.folder {root} cannot be used ({error}): name one that can be written") from None
+
+
+def _load(folder: Path, remote: Remote) -> Manifest:
+    try:
+        manifest = load_manifest(folder)
+    except DataError as error:
+        raise TrainerError(f"{remote.address}: {str(error).replace(str(folder) + '/', '')}") from None
+    names = [shard.name for shard in manifest.shards]
+    strange = [name for name in names if "/" in name or not name.startswith(PREFIX)]
+    if strange or (manifest.token_counts.file, manifest.length_counts.file) != (TOKEN_COUNTS, LENGTH_COUNTS):
+        raise TrainerError(f"{remote.address}/{MANIFEST} names files that no build writes: name a data set of ours")
+    return manifest
+
+
+def _fetch_small(remote: Remote, manifest: Manifest, folder: Path) -> None:
+    for histogram in (manifest.token_counts, manifest.length_counts):
+        remote.fetch(histogram.file, folder / histogram.file, histogram.sha256, SMALL)
+    tokenizer = folder / TOKENIZER_FOLDER
+    tokenizer.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        remote.fetch(f"{TOKENIZER_FOLDER}/{name}", tokenizer / name, None, SMALL)
+    try:
+        load_proven(tokenizer, manifest.tokenizer.sha256, remedy="publish the data set again")
+    except DataError as error:
+        raise TrainerError(str(error).replace(str(folder), remote.address)) from None
+
+
+def _small_is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether all but the shards is there, as fetched before; what was damaged meanwhile is fetched again."""
+    counts = {each.file: each.sha256 for each in (manifest.token_counts, manifest.length_counts)}
+    try:
+        if any(file_sha256(folder / name) != sha256 for name, sha256 in {MANIFEST: folder.name, **counts}.items()):
+            return False
+        load_proven(folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
+    except (DataError, OSError):
+        return False
+    return True
+
+
+def _try_lock(lock: IO[bytes], kind: int) -> bool:
+    """Take the lock, or change what is held of it, if nobody is in the way."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _make_room(cache: Path, limit: float) -> None:
+    """Remove shards that nobody holds, those used longest ago first, until at most ``limit`` bytes are left.
+
+    Only what has a lock file beside it: a data set of the user's own is never touched, wherever the cache may be.
+    """
+    tars = []
+    for lock in cache.glob(f"*/{PREFIX}*.lock"):
+        tar = tar_path(lock.parent, lock.stem)
+        try:
+            about = tar.stat()
+        except FileNotFoundError:  # never fetched, or removed
+            continue
+        tars.append((about.st_mtime, about.st_size, tar))
+    total = sum(size for _, size, _ in tars)
+    for _, size, tar in sorted(tars):
+        if total <= limit:
+            return
+        with tar.with_suffix(".lock").open("r+b") as held:
+            if _try_lock(held, fcntl.LOCK_EX):
+                tar.unlink(missing_ok=True)
+                index_path(tar.parent, tar.stem).unlink(missing_ok=True)
+                total -= size

@@ -1,0 +1,1 @@
+"""Vectors of texts: ``python -m trainer.encode``."""

@@ -1,0 +1,1 @@
+"""BERT over unpadded micro-batches."""

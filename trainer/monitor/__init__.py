@@ -1,0 +1,1 @@
+"""What a run reports: metrics, journal, exporter, and pictures of them."""

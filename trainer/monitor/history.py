@@ -1,0 +1,177 @@
+"""What a run's journal comes to: its steps as they count, each once, and what happened beside them."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.json_text import shown
+from trainer.bounds import MOST_STEPS
+from trainer.errors import TrainerError
+from trainer.monitor.journal import JOURNAL, PARTS, TASKS, Record, lines
+
+Columns = dict[str, NDArray[np.float64]]
+
+_FIGURES = tuple(f"{task}_{figure}" for figure in ("loss", "accuracy") for task in TASKS)
+_STEP = (
+    *("step", "phase", "samples", "tokens", "flops", "seconds", *_FIGURES),
+    *("learning_rate", "gradient_norm", "clipped", "loss_scale", "trust_min", "trust_mean", "trust_max"),
+)
+_RANKS = ("step", *PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
+_CHECKPOINT = ("step", "seconds", "stall_seconds", "bytes")
+
+
+class Table:
+    """Rows of numbers by ascending step, NaN where a record lacks one: eight bytes a number, for a million steps."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.keys = keys  # the first is "step"
+        self._numbers = array("d")
+
+    def add(self, record: Record) -> None:
+        """Append the record's row in place of any of its step and later."""
+        self.cut(record["step"] - 1)
+        values = (record.get(key) for key in self.keys)
+        self._numbers.extend(float("nan") if value is None else float(value) for value in values)
+
+    def cut(self, step: int) -> None:
+        """Forget the rows after ``step``."""
+        while self._numbers and self._numbers[-len(self.keys)] > step:
+            del self._numbers[-len(self.keys) :]
+
+    def columns(self) -> Columns:
+        """Key to its numbers, (rows,) each."""
+        rows = np.array(self._numbers).reshape(-1, len(self.keys))
+        return dict(zip(self.keys, rows.T, strict=True))
+
+
+@dataclass(frozen=True)
+class History:
+    """A run over all its attempts. Columns are empty, or hold NaN, where its journal is older than they are."""
+
+    steps: Columns  # those taken; one that was repeated after a restart as it was repeated
+    skipped: list[int]  # for each attempt that overflowed, the steps taken before it
+    heldout: Columns
+    ranks: Columns  # means of a step since the row before: seconds of its parts; extremes over the ranks
+    checkpoints: Columns
+    failed: Columns  # checkpoints that could not be saved
+    restarts: list[int]  # steps from which the run went on
+    facts: dict[str, str]  # what the last attempt said of itself
+    end: str  # how it ended, and why if it failed; empty for one that runs, or was killed
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of the attempts, by what they went to
+    wall: float | None = None  # seconds from the run's beginning to its last line
+
+    @property
+    def down(self) -> float:
+        """Seconds of the wall time that no attempt accounts for: between a kill and the next start."""
+        return max(0.0, (self.wall or 0.0) - sum(self.spent.values()))
+
+    @property
+    def goodput(self) -> float | None:
+        """Productive share of the wall time; None for a journal without times."""
+        return self.spent["productive"] / self.wall if self.wall and "productive" in self.spent else None
+
+
+def read_history(folder: Path) -> History:
+    """Read ``metrics.jsonl``. A line that a kill cut short is left out.
+
+    Raises TrainerError when there is none, it cannot be read or it holds no step.
+    """
+    path = folder / JOURNAL
+    if not path.is_file():
+        raise TrainerError(f"no {JOURNAL} in {folder}: name the folder of a run")
+    reader = _Reader()
+    try:
+        for record in lines(path):
+            reader.read(record)
+    except OSError as error:
+        raise TrainerError(f"{path} cannot be read: {error.strerror}") from None
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise TrainerError(
+            f"{path} holds a line that no trainer wrote ({shown(error)}): name the folder of a run"
+        ) from None
+    if not len(reader.steps.columns()["step"]):
+        raise TrainerError(f"{path} holds no step yet: look again after the first ones")
+    return reader.history()
+
+
+class _Reader:
+    """Takes a journal's records in their order."""
+
+    def __init__(self) -> None:
+        self.steps, self._heldout, self._ranks = Table(_STEP), Table(("step", *_FIGURES)), Table(_RANKS)
+        self._checkpoints, self._failed = Table(_CHECKPOINT), Table(_CHECKPOINT)
+        self._plain = {"heldout": self._heldout, "checkpoint": self._checkpoints, "checkpoint_failed": self._failed}
+        self._skipped: list[int] = []
+        self._restarts: list[int] = []
+        self._attempts: list[dict[str, float]] = []  # what each has spent, as it said last
+        self._facts: dict[str, str] = {}
+        self._end = ""
+        self._times: list[float] = []  # the first and the last
+        self._seen, self._last = 0, 0
+        self._begun, self._again = False, False  # a step was read; and an attempt has begun since the last one
+
+    def read(self, record: Record) -> None:
+        """Take the next record. Raises KeyError, TypeError or ValueError when it is not a trainer's."""
+        if not 0 <= record.get("step", 0) <= MOST_STEPS:
+            raise ValueError(f"step {shown(record['step'])}")
+        if "time" in record:
+            self._times = [*self._times[:1], float(record["time"])]
+        if "spent" in record:
+            self._attempts = [*self._attempts[:-1], {k: float(v) for k, v in record["spent"].items()}]
+        match record.get("event"):
+            case "attempt":
+                self._attempts.append({})
+                self._end, self._again = "", self._begun
+            case "start":
+                self._facts = {key: value for key, value in record.items() if isinstance(value, str) and key != "event"}
+            case "end":
+                reason = str(record.get("reason") or "").partition("\n")[0]
+                self._end = record["how"] + (f": {reason}" if reason else "")
+            case "step":
+                self._step(record)
+            case "heldout" | "checkpoint" | "checkpoint_failed" as event:
+                self._plain[event].add(record)
+            case "ranks":
+                compute = zip(("compute_min", "compute_mean", "compute_max"), record["compute"], strict=True)
+                self._ranks.add({**record, **record["parts"], **dict(compute)})
+
+    def _step(self, record: Record) -> None:
+        before = record["step"] - bool(record["applied"])  # steps taken before this attempt at one
+        if self._again or record["restarts"] > self._seen or before < self._last:
+            self._seen, self._again = record["restarts"], False
+            self._restarts.append(before)
+            for table in (self.steps, self._heldout, self._ranks):
+                table.cut(before)
+            del self._skipped[bisect_left(self._skipped, before) :]
+        self._last, self._begun = record["step"], True
+        if record["applied"]:
+            self.steps.add(record)
+        else:
+            self._skipped.append(before)
+
+    def history(self) -> History:
+        """All of it."""
+        spent: dict[str, float] = {}
+        for attempt in self._attempts:
+            for on, seconds in attempt.items():
+                spent[on] = spent.get(on, 0.0) + seconds
+        begun = self._attempts[0].get("start", 0.0) if self._attempts else 0.0  # it says so only when it has started
+        return History(
+            steps=self.steps.columns(),
+            skipped=self._skipped,
+            heldout=self._heldout.columns(),
+            ranks=self._ranks.columns(),
+            checkpoints=self._checkpoints.columns(),
+            failed=self._failed.columns(),
+            restarts=self._restarts,
+            facts=self._facts,
+            end=self._end,
+            spent=spent,
+            wall=self._times[-1] - self._times[0] + begun if len(self._times) > 1 else None,
+        )

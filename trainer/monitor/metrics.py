@@ -1,0 +1,356 @@
+"""What a run says about itself: JSON lines on disk first, Prometheus, TensorBoard by choice, and the progress line.
+
+Steps are noted as they end, without a word between ranks and without waiting for a device; every
+``log_every_steps`` their numbers are completed over the ranks and published.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data_prep.json_text import shown
+from trainer.bounds import MOST_STEPS, outside
+from trainer.checkpoint.changes import Changes
+from trainer.checkpoint.saving import Saved
+from trainer.checkpoint.state import TrainState
+from trainer.data.loader import StepBatch
+from trainer.engine.engine import StepResult
+from trainer.engine.stopwatch import Stopwatch
+from trainer.errors import NotFiniteError, TrainerError
+from trainer.model.bert import ModelConfig, Output
+from trainer.model.flops import model_flops, peak_flops
+from trainer.monitor.exporter import Exporter
+from trainer.monitor.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, past, say
+from trainer.monitor.tensorboard import EventFiles
+from trainer.ranks.world import LONGEST, World
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Where the numbers go, and how often."""
+
+    port: int | None = 9464  # of the node's exporter; null switches it off
+    address: str = "0.0.0.0"
+    # ranks talk to one another about numbers, and about a SIGTERM, only then; below a minute, or rates look like jumps
+    log_every_steps: int = 10
+    print_seconds: float = 3.0  # between two progress lines, at least
+    linger_seconds: float = 20.0  # at most, after the end, for one more scrape; launchers kill after 30
+    tensorboard: bool = False  # also event files, in the run's folder
+    device_teraflops: float | None = None  # peak of one device, for the MFU; null: of known GPUs, in dense fp16
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        found = []
+        if self.port is not None and not 1 <= self.port <= 65535:
+            found.append(f"port is {shown(self.port)}: must lie between 1 and 65535, or be null for no exporter")
+        if not re.fullmatch(r"[\w.:%-]{1,253}", self.address, re.ASCII):
+            found.append(f"address is {shown(self.address)}: must be an IP address of this node, or 0.0.0.0 for all")
+        found += outside(self, log_every_steps=(1, MOST_STEPS), print_seconds=(0, LONGEST), linger_seconds=(0, LONGEST))
+        if self.device_teraflops is not None and not self.device_teraflops > 0:
+            found.append(f"device_teraflops is {self.device_teraflops}: must be above 0, or null")
+        return found + outside(self, device_teraflops=(-math.inf, 10**6))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The run that the numbers are of."""
+
+    name: str
+    folder: Path
+    model: ModelConfig
+    target_steps: int
+    checkpoint_steps: int  # between two checkpoints
+    clipping: float = 0.0  # bound of the gradient norm; 0: none
+
+
+@dataclass
+class _Pending:
+    """A step whose numbers are still on the device."""
+
+    state: TrainState
+    batch: StepBatch
+    result: StepResult
+    rate: float
+    seconds: float
+    ended: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the ranks have told one another, over the steps since the last time."""
+
+    parts: Tensor  # (ranks, PARTS) seconds
+    memory: Tensor  # (ranks,) bytes, the highest so far
+    tokens: int  # that went through the model, on all ranks
+
+    @property
+    def compute(self) -> Tensor:
+        """(ranks,) seconds of a rank's own work; in the rest it waits for the others."""
+        return self.parts.sum(1) - self.parts[:, PARTS.index("reduce")]
+
+
+class Metrics:
+    """Collects steps, and every ``log_every_steps`` agrees over the ranks, writes, exports and prints."""
+
+    def __init__(self, config: MetricsConfig, subject: Subject, world: World, watch: Stopwatch) -> None:
+        self.config, self.subject, self.world, self.watch = config, subject, world, watch
+        self.exporter = Exporter(subject.name, config.port, config.address, world)
+        self.spent = dict.fromkeys(SPENT, 0.0)  # seconds of this process, all of them
+        self.reached = 0  # the last step that this rank knows to have ended
+        self._clock = time.perf_counter()
+        self._pending: list[_Pending] = []
+        self._printed, self._waited, self._tokens, self._known_steps = 0.0, 0.0, 0, 0
+        self._outlets: list[Callable[[list[Record]], None]] = []
+        if world.is_main:
+            self.exporter("target_steps").set(subject.target_steps)
+            self.exporter("checkpoint_interval_steps").set(subject.checkpoint_steps)
+            self.exporter("peak_flops").set(self._peak_flops())
+            path = subject.folder / JOURNAL
+            self._known_steps, before = past(path)
+            self._outlets = [Journal(path).write, self.exporter.publish]
+            self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
+
+    def describe(self, state: TrainState, facts: dict[str, str], devices: Sequence[dict[str, str]] = ()) -> None:
+        """Say once what really runs, and from where on: in the log, as the metrics and in the JSON lines.
+
+        ``devices``: `device_facts` as each rank told them; without, all ranks are taken to be on this one's.
+        """
+        devices = devices or [device_facts(self.world.device)] * self.world.size
+        self.reached = state.step
+        if self.world.is_local_main:
+            for rank in self._ranks():
+                self.exporter("rank", rank).info(devices[rank])
+                self.exporter.publish_rank(rank, {}, 0.0)
+        if self.world.is_main:
+            if self.config.tensorboard:
+                self._outlets.append(EventFiles(self.subject.folder / "tensorboard", state.step).write)
+            self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label of all
+            self.exporter.publish_progress(state, time.time())
+            lost = max(0, self._known_steps - state.step)
+            begun = {"time": time.time(), "step": state.step, "rolled_back": lost}
+            self._publish([{"event": "start", **begun, **facts, "hardware": devices[self.world.rank]["device"]}])
+            say(" · ".join(f"{key} {value}" for key, value in facts.items()))
+        self.spend("start")
+
+    def changed(self, step: int, changes: Changes) -> None:
+        """Write down what changed since the checkpoint of ``step`` that the run goes on from."""
+        if self.world.is_main:
+            self._publish([{"event": "changed", "time": time.time(), "step": step, "settings": changes}])
+
+    def spend(self, on: str) -> None:
+        """The time since the last call was spent on that, one of SPENT, and belongs to no step."""
+        now = time.perf_counter()
+        self.spent[on] += now - self._clock
+        self._clock = now
+
+    def step(self, state: TrainState, batch: StepBatch, result: StepResult, rate: float) -> None:
+        """Take note of a step; ``state`` is the one after it."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        waited = min(batch.wait_seconds, seconds)
+        again = state.step <= self._known_steps
+        self.spent["data"] += waited
+        self.spent["skipped" if not result.applied else "rework" if again else "productive"] += seconds - waited
+        self._waited += waited
+        self._tokens += sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)
+        self.reached = state.step
+        told = replace(batch, micro_batches=())  # the numbers are wanted, not the tensors
+        self._pending.append(_Pending(state, told, result, rate, seconds))
+        if self.world.is_main:
+            self.exporter.publish_progress(state, self._pending[-1].ended)
+        if state.attempts % self.config.log_every_steps == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Complete the pending steps' numbers over the ranks and publish them. Every rank calls it.
+
+        Raises TrainerError on all ranks when a loss or a gradient norm of an applied step is not finite.
+        """
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        sums = torch.stack([p.result.sums for p in pending])  # (steps, 4)
+        dist.all_reduce(sums)
+        norms = torch.stack([p.result.gradient_norm.float() for p in pending]).tolist()
+        rows = zip(pending, sums.tolist(), norms, _statistics([p.result.trust for p in pending]), strict=True)
+        records = [self._record(*row) for row in rows]
+        told = self._tell()
+        if self.world.is_local_main:
+            for rank in self._ranks():
+                parts = dict(zip(PARTS, told.parts[rank].tolist(), strict=True))
+                self.exporter.publish_rank(rank, parts, float(told.memory[rank]))
+        if self.world.is_main:
+            self._publish([*records, *self._notes(pending, told)])
+            self._print(pending[-1], records)
+        _require_finite(records)
+
+    def heldout(self, state: TrainState, figures: dict[str, float]) -> None:
+        """Publish an evaluation on held-out data."""
+        if self.world.is_main:
+            self._publish([{"event": "heldout", "time": time.time(), "step": state.step, **figures}])
+            for series, figure in (("loss", "mask_loss"), ("accuracy_ratio", "mask_accuracy")):
+                if figure in figures:
+                    self.exporter(series, "mask", "heldout").set(figures[figure])
+            self._say(state.step, "held-out " + "  ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+        self.spend("evaluation")
+
+    def checkpoint(self, saved: Saved) -> None:
+        """Publish what became of a save."""
+        if not self.world.is_main:
+            return
+        at = {"time": saved.ended, "step": saved.step, "stall_seconds": saved.stall_seconds}
+        if saved.failure:
+            self._publish([{"event": "checkpoint_failed", **at, "reason": saved.failure}])
+            self._say(saved.step, f"no checkpoint: {saved.failure}")
+            return
+        self._publish([{"event": "checkpoint", **at, "seconds": saved.seconds, "bytes": saved.size}])
+        times = f"in {saved.seconds:.2f} s, training stood still for {saved.stall_seconds:.2f} s"
+        self._say(saved.step, f"saved {saved.folder} ({saved.size / 1e6:.1f} MB {times})")
+        if saved.leftover:
+            self._say(saved.step, f"warning: left behind: {saved.leftover}")
+
+    def end(self, how: str, error: BaseException | str | None = None) -> None:
+        """Say that the run is "done", "stopped" or "failed", and why. Meets no other rank: pending steps are lost."""
+        if self.world.is_main:
+            diverged = isinstance(error, NotFiniteError)  # which no step's record tells
+            facts = {"how": how, "reason": str(error or ""), "diverged": diverged}
+            self._publish([{"event": "end", "time": time.time(), "spent": dict(self.spent), **facts}])
+
+    def linger(self) -> None:
+        """Let Prometheus hear of the end, if it has been listening."""
+        if self.world.is_main:
+            self.exporter.linger(self.config.linger_seconds)
+
+    def _tell(self) -> _Told:
+        """Every rank's few numbers on every rank."""
+        cuda = self.world.device.type == "cuda"
+        parts = {**self.watch.read(), "data": self._waited}
+        memory = torch.cuda.max_memory_allocated(self.world.device) if cuda else getrusage(RUSAGE_SELF).ru_maxrss << 10
+        own = [*(parts.get(part, 0.0) for part in PARTS), memory, self._tokens]
+        row = torch.tensor(own, dtype=torch.float64, device=self.world.device)
+        rows = [torch.empty_like(row) for _ in range(self.world.size)]
+        dist.all_gather(rows, row)
+        self._waited, self._tokens = 0.0, 0
+        table = torch.stack(rows).cpu()  # (ranks, PARTS + 2)
+        return _Told(table[:, :-2], table[:, -2], int(table[:, -1].sum()))
+
+    def _notes(self, pending: list[_Pending], told: _Told) -> list[Record]:
+        """What is written beside the steps: about the ranks, a step on the average, and about the whole time."""
+        at = {"time": pending[-1].ended, "step": pending[-1].state.step}
+        compute = told.compute / len(pending)
+        ranks = {
+            "parts": dict(zip(PARTS, (told.parts.mean(0) / len(pending)).tolist(), strict=True)),
+            "compute": [float(compute.min()), float(compute.mean()), float(compute.max())],
+            "slowest": int(compute.argmax()),
+            "memory_peak_bytes": int(told.memory.max()),
+            "padding": told.tokens - sum(p.batch.counts.tokens for p in pending),
+        }
+        return [{"event": "ranks", **at, **ranks}, {"event": "time", **at, "spent": dict(self.spent)}]
+
+    def _ranks(self) -> range:
+        """Those of this node; its local rank 0 asks."""
+        return range(self.world.rank, self.world.rank + self.world.local_size)
+
+    def _peak_flops(self) -> float:
+        """Of all devices of the run, which are taken to be alike; 0 where a device's is not known."""
+        if self.config.device_teraflops is not None:
+            return self.config.device_teraflops * 1e12 * self.world.size
+        cuda = self.world.device.type == "cuda"
+        return peak_flops(torch.cuda.get_device_name(self.world.device)) * self.world.size if cuda else 0.0
+
+    def _publish(self, records: list[Record]) -> None:
+        for outlet in self._outlets:
+            outlet(records)
+
+    def _print(self, last: _Pending, records: list[Record]) -> None:
+        now = time.perf_counter()
+        if now - self._printed < self.config.print_seconds and last.state.step < self.subject.target_steps:
+            return
+        self._printed = now
+        seconds = _mean(records, "seconds")
+        records = [record for record in records if record["applied"]] or records  # others' losses may be NaN
+        left = (self.subject.target_steps - last.state.step) * seconds
+        tasks = [
+            f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "
+            for task in TASKS
+            if any(f"{task}_loss" in record for record in records)
+        ]
+        self._say(
+            last.state.step,
+            f"loss {_mean(records, 'loss'):.3f}  {''.join(tasks)}lr {last.rate:.2e}  "
+            f"grad {records[-1]['gradient_norm']:.2f}  {_mean(records, 'tokens') / seconds:,.0f} tokens/s  "
+            f"left {int(left) // 60}:{int(left) % 60:02d}",
+        )
+
+    def _say(self, step: int, text: str) -> None:
+        say(f"step {step}/{self.subject.target_steps}  {text}")
+
+    def _record(self, pending: _Pending, sums: list[float], norm: float, trust: dict[str, float]) -> Record:
+        """One step: sums over the global batch made means. Data without pairs have no second task."""
+        total, counts, result = dict(zip(Output._fields, sums, strict=True)), pending.batch.counts, pending.result
+        divisors = {"mlm": max(counts.targets, 1)} | ({"nsp": counts.pairs} if counts.pairs else {})
+        losses = {f"{task}_loss": total[f"{task}_loss"] / count for task, count in divisors.items()}
+        state = asdict(pending.state)
+        return {
+            "event": "step",
+            "time": pending.ended,
+            **{key: state[key] for key in ("step", "phase", "position", "samples", "restarts")},
+            "batch": pending.batch.samples,
+            "tokens": counts.tokens,
+            "targets": counts.targets,
+            "flops": model_flops(self.subject.model, counts),
+            "loss": sum(losses.values()),
+            **losses,
+            **{f"{task}_accuracy": total[f"{task}_correct"] / count for task, count in divisors.items()},
+            "learning_rate": pending.rate,
+            "gradient_norm": norm if result.applied else math.inf,
+            "clipped": result.applied and 0 < self.subject.clipping < norm,
+            "loss_scale": result.loss_scale,
+            "applied": result.applied,
+            "seconds": pending.seconds,
+            "wait_seconds": pending.batch.wait_seconds,
+            **trust,
+        }
+
+
+def device_facts(device: torch.device) -> dict[str, str]:
+    """What a rank tells of where it runs, which the others of its node need not see."""
+    facts = {"node": socket.gethostname(), "device": device.type, "gpu_uuid": ""}
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        facts |= {"device": gpu.name, "gpu_uuid": f"GPU-{gpu.uuid}"}
+    return facts
+
+
+def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:
+    """What each step's trust ratios come to, nothing where there are none; the device is asked once."""
+    known = [torch.stack([trust.min(), trust.mean(), trust.max()]) for trust in trusts if trust is not None]
+    rows = iter(torch.stack(known).tolist() if known else [])
+    names = ("trust_min", "trust_mean", "trust_max")
+    return [{} if trust is None else dict(zip(names, next(rows), strict=True)) for trust in trusts]
+
+
+def _mean(records: list[Record], name: str) -> float:
+    """Over the records that have it, one at least."""
+    values = [float(record[name]) for record in records if name in record]
+    return sum(values) / len(values)
+
+
+def _require_finite(records: list[Record]) -> None:
+    for record in records:
+        if record["applied"] and not (math.isfinite(record["loss"]) and math.isfinite(record["gradient_norm"])):
+            raise TrainerError(
+                f"step {record['step']}: loss {record['loss']}, gradient norm {record['gradient_norm']}: training "
+                "diverged; lower the learning rate or lengthen the warm-up, and start again from the last checkpoint"
+            )

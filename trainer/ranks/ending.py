@@ -1,0 +1,51 @@
+"""How a rank ends: one last line, and an exit code that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from trainer.errors import TrainerError, exit_code, explain
+from trainer.exits import FAILED, INTERRUPTED, LOST, REFUSED
+from trainer.ranks.world import (
+    World,
+    leave,
+    lost_contact,
+    nccl_reason,
+    operation,
+    say_last,
+)
+
+Result = TypeVar("Result")
+
+
+def guard(world: World, action: Callable[[], Result]) -> Result:
+    """``action()`` among the other ranks. Ends the process with a line, and the code that tells why, where it fails."""
+    try:
+        return action()
+    except TrainerError as error:  # one without a text is another rank's, which says it
+        said = f"trainer: rank {world.rank}: error: {_text(error)}" if str(error) else ""
+        fail(said, exit_code(error))
+    except (OSError, MemoryError) as error:
+        fail(f"trainer: rank {world.rank}: error: {explain(error)}", exit_code(error))
+    except KeyboardInterrupt:
+        fail("trainer: interrupted; the last checkpoint is intact" if world.is_main else "", INTERRUPTED)
+    except RuntimeError as error:
+        if not lost_contact(error):
+            raise
+        where = ", ".join([*getattr(error, "__notes__", []), operation(error)])
+        reason = str(error).strip().split("\n")[0].split(". ")[0]
+        said = f"lost contact with another rank, whose own line may say why ({where}: {reason}{nccl_reason(error)})"
+        fail(f"trainer: rank {world.rank}: {said}", LOST)
+
+
+def _text(error: Exception) -> str:
+    """Its own lines, which may be a list of problems, unless it tells of a shortage."""
+    return explain(error) if exit_code(error) == FAILED else str(error)
+
+
+def fail(message: str, code: int = REFUSED) -> NoReturn:
+    """End this rank with its last line, where it has one to say."""
+    if message:
+        say_last(message)
+    leave(code)

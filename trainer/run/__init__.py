@@ -1,0 +1,1 @@
+"""A pre-training run: its configuration, its phases, its loop."""

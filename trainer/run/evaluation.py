@@ -1,0 +1,202 @@
+"""Held-out losses and accuracies of a model, and whether it has learned from context.
+
+Beside the loss on all targets stands the loss on the positions that [MASK] replaced, where only context can tell the
+word. Two baselines go with it: the entropy of those targets under the training data's unigram distribution, and the
+same model's loss when the other tokens of each sequence are shuffled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data_prep.draws import bits
+from kernels.cross_entropy import cross_entropy
+from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
+from trainer.data.loader import Loader, filler
+from trainer.errors import TrainerError
+from trainer.model.batch import IGNORED, MicroBatch
+from trainer.model.bert import Bert, log_unigrams, nsp_classes
+
+_SHUFFLE = 3  # what a permutation is drawn for; see trainer/data/order.py
+Change = Callable[[MicroBatch], MicroBatch]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Held-out figures that end the run as soon as one evaluation has all that are named.
+
+    Losses no higher, accuracies no lower; ``mask_…``: on the positions that [MASK] replaced alone.
+    """
+
+    mlm_loss: float | None = None
+    mlm_accuracy: float | None = None  # MLPerf's mark is 0.72
+    mask_loss: float | None = None
+    mask_accuracy: float | None = None
+    nsp_loss: float | None = None
+    nsp_accuracy: float | None = None
+
+    @property
+    def named(self) -> dict[str, float]:
+        """Those that are asked for."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        return [
+            f"{name} is {value}: must be above 0" + (" and at most 1" if name.endswith("accuracy") else "")
+            for name, value in self.named.items()
+            if not 0 < value <= (1 if name.endswith("accuracy") else math.inf)
+        ] + outside(self, mlm_loss=(-math.inf, 100), mask_loss=(-math.inf, 100), nsp_loss=(-math.inf, 100))
+
+    def reached(self, figures: dict[str, float]) -> str:
+        """Which of the figures have reached it, for people; empty where one has not, or nothing is asked for."""
+        for name, value in self.named.items():
+            found = figures.get(name, float("nan"))
+            if not (found >= value if name.endswith("accuracy") else found <= value):
+                return ""
+        return ", ".join(f"{name} {figures[name]:.4g} ({value:g} was asked for)" for name, value in self.named.items())
+
+    def require(self, paired: bool) -> None:
+        """Raises TrainerError where data without pairs are to reach a figure of pairs."""
+        if not paired and (names := [name for name in self.named if name.startswith("nsp_")]):
+            raise TrainerError(
+                f"evaluation.stop_at.{names[0]} is set, but no held-out shards of the run have pairs: remove it"
+            )
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """When a run evaluates on its phases' held-out shards, and what ends it."""
+
+    every_steps: int | None = None  # null: only when a phase ends
+    micro_batch: int = 64  # sequences of one forward on one rank
+    stop_at: Target = field(default_factory=Target)  # the run ends when it is reached: {mlm_accuracy: 0.72}
+
+    def problems(self) -> list[str]:
+        """What cannot be, each with its remedy."""
+        found = []
+        if self.every_steps is not None and self.every_steps < 1:
+            found.append(f"every_steps is {self.every_steps}: must be 1 or more, or null for the end of phases only")
+        return found + outside(self, every_steps=(-math.inf, MOST_STEPS), micro_batch=(1, LARGEST_BATCH))
+
+
+@torch.no_grad()
+def evaluate(
+    model: Bert,
+    batches: Iterator[MicroBatch],
+    device: torch.device,
+    in_step: bool = False,
+    mask_id: int | None = None,
+) -> dict[str, float]:
+    """Mean losses (nats) and accuracies over all ranks' ``batches``, each sample counted once.
+
+    With ``mask_id`` also those of the targets where it stands alone, from the same forward. Where no batch has
+    pairs, there is no figure of the second task. Inside a process group every rank calls it, with its own
+    share; ``in_step``: a forward is a collective of all ranks, as under ZeRO 3. Dropout is off.
+    """
+    training = model.training
+    model.eval()
+    sums = torch.zeros(9, dtype=torch.float64, device=device)
+    for batch in _in_step(batches, device) if in_step else batches:
+        batch = batch.to(device)
+        told = model(batch, None, partial(_sums, model.predicted, batch, mask_id))
+        sums += torch.stack([value.double() for value in told])
+    model.train(training)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    figures: dict[str, float] = {}
+    for task, (loss, correct, count) in zip(("mlm", "mask", "nsp"), sums.view(3, 3).tolist(), strict=True):
+        if count or task == "mlm":
+            figures |= {f"{task}_loss": loss / max(count, 1), f"{task}_accuracy": correct / max(count, 1)}
+    return figures
+
+
+def _sums(predicted: int, batch: MicroBatch, mask_id: int | None, mlm: Tensor, nsp: Tensor) -> tuple[Tensor, ...]:
+    """Loss, right answers and number of all targets, of those where ``mask_id`` stands, and of the pairs: nine ().
+
+    ``predicted``: how many ids, from 0 on, the logits ``mlm`` are of.
+    """
+    hidden = only_mask_token(batch, mask_id).labels if mask_id is not None else torch.full_like(batch.labels, IGNORED)
+    out: tuple[Tensor, ...] = ()
+    for logits, labels, classes in (
+        (mlm, batch.labels, predicted),
+        (mlm, hidden, predicted),
+        (nsp, nsp_classes(batch), 2),
+    ):
+        out += (*cross_entropy(logits, labels, classes), (labels != IGNORED).sum())
+    return out
+
+
+def _in_step(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    """``batches``, and then sequences without a target for as long as another rank has more."""
+    while True:
+        batch = next(batches, None)
+        more = torch.tensor(batch is not None, dtype=torch.int32, device=device)
+        dist.all_reduce(more, op=dist.ReduceOp.MAX)
+        if not more:
+            return
+        yield filler(0, 0) if batch is None else batch
+
+
+def only_mask_token(batch: MicroBatch, mask_id: int) -> MicroBatch:
+    """The same batch with targets only where [MASK] stands."""
+    hidden = batch.tokens[batch.masked] == mask_id
+    return dataclasses.replace(batch, labels=torch.where(hidden, batch.labels, IGNORED))
+
+
+def shuffled_context(batch: MicroBatch, special_ids: tuple[int, ...], seed: int) -> MicroBatch:
+    """The same batch with each sequence's ordinary unmasked tokens permuted among their places.
+
+    A permutation is a function of (seed, sample number), so it is the same for any number of ranks.
+    """
+    tokens = batch.tokens.clone()
+    free = ~torch.isin(tokens, torch.tensor(special_ids))
+    free[batch.masked] = False
+    bounds = batch.cu_seqlens.tolist()
+    for number, start, end in zip(batch.samples.tolist(), bounds[:-1], bounds[1:], strict=True):
+        places = start + torch.nonzero(free[start:end]).view(-1)
+        draws = bits(seed, _SHUFFLE, number, np.arange(len(places)))
+        tokens[places] = tokens[places][torch.from_numpy(np.argsort(draws, kind="stable"))]
+    return dataclasses.replace(batch, tokens=tokens)
+
+
+def unigram_entropy(targets: Tensor, counts: Tensor) -> float:
+    """Mean of -log p over all ranks' ``targets`` (K,) int64, with p from ``counts`` (V,) int64, one added to each."""
+    rarities = -log_unigrams(counts)[targets]
+    sums = torch.tensor([float(rarities.sum()), len(targets)], dtype=torch.float64)
+    if dist.is_initialized():
+        sums = sums.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def evaluate_context(model: Bert, loader: Loader, counts: Tensor, device: torch.device, size: int) -> dict[str, float]:
+    """:func:`evaluate`, and for the [MASK] positions the marks of the unigrams and of a shuffled context.
+
+    ``counts`` (V,) int64: how often each token stands in the training samples.
+    """
+    specials = loader.manifest.tokenizer.specials
+
+    def shuffled(batch: MicroBatch) -> MicroBatch:
+        return shuffled_context(batch, dataclasses.astuple(specials), 0)
+
+    def run(change: Change) -> dict[str, float]:
+        return evaluate(model, map(change, loader.sweep(size)), device, mask_id=specials.mask)
+
+    plain, blind = run(lambda batch: batch), run(shuffled)
+    labels = [only_mask_token(batch, specials.mask).labels for batch in loader.sweep(size)]
+    targets = torch.cat([torch.empty(0, dtype=torch.int64), *labels])  # a rank may have no sample
+    return {
+        **plain,
+        "mask_unigram_entropy": unigram_entropy(targets[targets != IGNORED], counts[: model.predicted]),
+        "mask_loss_shuffled": blind["mask_loss"],
+    }

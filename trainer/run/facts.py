@@ -1,0 +1,44 @@
+"""What must be the same on every rank of a run: the code, what runs it, the configuration, the data."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from data_prep.manifest import manifest_hash
+from trainer.ranks.world import World
+from trainer.run.config import Config, fingerprint, to_tree
+from trainer.run.phases import PhaseData
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("deepspeed", "torch", "triton", "numpy", "webdataset")
+
+
+def facts(config: Config, phases: Iterable[PhaseData], world: World) -> dict[str, str]:
+    """Each by a name that a user knows; a code's, a configuration's and a data set's is a short hash."""
+    found = {"WORLD_SIZE": str(world.size), "device": world.device.type, "python": platform.python_version()}
+    found |= {name: _version(name) for name in PACKAGES}
+    found |= {"CUDA": torch.version.cuda or "none"}
+    found |= {"Lambert's code": code(), "the configuration": fingerprint(to_tree(config))}
+    return found | {f"the shards of {data.phase.name}": manifest_hash(data.loader.folder)[:16] for data in phases}
+
+
+def code() -> str:
+    """A short hash of the sources that a rank runs; a node with an old checkout has another."""
+    found = hashlib.sha256()
+    for package in ("data_prep", "kernels", "trainer"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,54 @@
+"""What a rank does before it trains: read the configuration, open the shards, meet the other ranks."""
+
+from __future__ import annotations
+
+import time
+
+from kernels import backend
+from trainer.engine.engine import resolve_precision
+from trainer.errors import TrainerError, exit_code
+from trainer.monitor.journal import say
+from trainer.ranks.ending import _text, fail
+from trainer.ranks.network import ports
+from trainer.ranks.world import (
+    World,
+    from_launcher,
+    join,
+    settings,
+    speaks_first,
+)
+from trainer.run.config import Config, load
+from trainer.run.facts import facts
+from trainer.run.phases import PhaseData, open_phases
+
+
+def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[Config, list[PhaseData], World]:
+    """All that a rank finds out by itself; ``ranks``: those that will be started, where this is one alone.
+
+    Ends the process with a line where something is wrong.
+    """
+    try:
+        config = load(path, overrides)
+        world = from_launcher(config.run.device)
+        started = ranks if ranks is not None and world.size == 1 else world.size
+        if config.run.ranks not in (None, started):
+            raise TrainerError(
+                f"{started} rank(s) were started but run.ranks is {config.run.ranks}: mend the one or the other"
+            )
+        resolve_precision(config.engine, world.device)
+        with backend.using(config.engine.kernels):
+            backend.resolve(world.device.type)
+        return config, open_phases(config, world), world
+    except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
+        if not speaks_first():
+            time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
+        fail(f"trainer: error: {_text(error)}", exit_code(error))
+
+
+def meet(config: Config, phases: list[PhaseData], world: World) -> None:
+    """Join the other ranks, and say what is set for them, and what they have unlike one another."""
+    if world.is_main:
+        told = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # before join adds its own
+        say(f"settings: {told or 'none'}; InfiniBand: {', '.join(ports()) or 'no port is up'}")
+    for difference in join(world, config.run.timeout_seconds, facts(config, phases, world)):
+        say(f"warning: not the same on all ranks: {difference}")

@@ -1,0 +1,370 @@
+"""The run: load, restore, then step until the phases are done."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from data_prep.atomic import replacing
+from data_prep.errors import DataError
+from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.tokenizer import TOKENIZER_FILES, load_proven
+from kernels import backend
+from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.changes import Setup, since, spelled
+from trainer.checkpoint.saving import Saver, first_failure, stuck_saves
+from trainer.checkpoint.state import TrainState, state_of
+from trainer.checkpoint.vocabulary import token_counts
+from trainer.convert.weights import start_from
+from trainer.data.loader import Loader
+from trainer.engine.engine import Engine
+from trainer.engine.schedule import learning_rate
+from trainer.engine.stopwatch import Stopwatch
+from trainer.errors import PassingError, TrainerError, exit_code, explain
+from trainer.exits import FAILED
+from trainer.model.bert import Bert
+from trainer.monitor.journal import say
+from trainer.monitor.metrics import Metrics, Subject, device_facts
+from trainer.ranks.network import falls_to_tcp, spoken
+from trainer.ranks.stop import Stop
+from trainer.ranks.world import World, broadcast_text, gather_texts, limit_waits, nccl_said, require_shared, together
+from trainer.run.config import Config, fingerprint, to_tree
+from trainer.run.evaluation import evaluate
+from trainer.run.identity import identity, require_allowed, require_own_folder, require_same_run
+from trainer.run.lock import PATIENCE, hold
+from trainer.run.phases import PhaseData
+
+ENDED = "ended.json"  # in the run's folder: {"how": "done", "reached" (evaluation.stop_at) or "stopped", "step": …}
+
+
+class Run:
+    """The parts of one run on one rank, and what they do at a step's border, each when it is its turn."""
+
+    def __init__(self, config: Config, phases: list[PhaseData], world: World) -> None:
+        config = replace(config, phases=tuple(data.phase for data in phases))  # as they run: in steps
+        self.config, self.phases, self.world = config, phases, world
+        self.folder = Path(config.run.folder)
+        self.stop = Stop(world, config.metrics.log_every_steps)
+        watch = Stopwatch(world.device)
+        self.lock = together(self._hold, world)
+        require_shared(self.folder, world)
+        self.identity = together(partial(identity, config, self.phases), world)  # once: a save reads no other files
+        self.found = self._choose()  # before anything of the folder changes: it may be another run's
+        self.metrics = together(partial(self._open_folder, watch), world)
+        try:
+            seed = config.run.seed
+            module = together(self._model, world)
+            self.engine = Engine(config.engine, module, config.optimizer, world, seed, watch)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        limit_waits(config.run.timeout_seconds)
+        self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
+        self._warn_of_leftovers()
+        self.saved = -1  # the step of the newest checkpoint
+        self.figures: dict[str, float] = {}  # held out, of this step, if it was evaluated
+        self.owes = False  # whether this step is still to be evaluated: a stop saves first
+        self.reached = ""  # those that end the run, once they do
+        self.border: TrainState | None = None  # the state that the weights are of; None in a step
+
+    @property
+    def over(self) -> bool:
+        """Whether the run ends at this step's border, the same on all ranks."""
+        return self.stop.decided or bool(self.reached)
+
+    def _model(self) -> Bert:
+        """The model as a fresh run starts; a checkpoint, or weights that the configuration names, replace it."""
+        first = self.phases[0].loader
+        module = Bert(self.config.model, self.config.run.seed, _fillers(first))
+        if self.config.model.decoder_prior == "unigram":
+            module.set_decoder_prior(token_counts(first.folder, first.manifest))
+        return module
+
+    def _hold(self) -> IO[str] | None:
+        """Rank 0 holds the folder from here on. Raises TrainerError where it is somebody else's, or held."""
+        patience = min(PATIENCE, self.config.run.timeout_seconds / 2)  # the other ranks wait in a collective
+        if not self.world.is_main:
+            return None
+        require_own_folder(self.folder)
+        return hold(self.folder, patience, self._say)
+
+    def _open_folder(self, watch: Stopwatch) -> Metrics:
+        heldout = [data.heldout for data in self.phases if data.heldout is not None]
+        self.config.evaluation.stop_at.require(any(each.manifest.settings.pairs != "single" for each in heldout))
+        if self.world.is_main:
+            (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
+        subject = Subject(
+            self.config.run.name,
+            self.folder,
+            self.config.model,
+            target_steps=sum(phase.steps for phase in self.config.phases),
+            checkpoint_steps=self.config.checkpoint.every_steps,
+            clipping=self.config.optimizer.gradient_clipping,
+        )
+        return Metrics(self.config.metrics, subject, self.world, watch)
+
+    def _warn_of_leftovers(self) -> None:
+        for path, reason in stuck_saves(self.folder).items() if self.world.is_main else ():
+            self._say(f"warning: no save will be able to remove {reason}")
+            self.saver.warned.add(path)
+
+    def restore(self) -> TrainState:
+        """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which."""
+        if self.found is None:
+            together(self._start, self.world)
+            self.engine.refresh_weights()
+            return TrainState()
+        found = together(partial(self._load, self.found), self.world)
+        self.engine.refresh_weights()
+        state = state_of(found)
+        self.saved, self.figures = state.step, found.record.get("heldout", {})
+        self.reached = self.config.evaluation.stop_at.reached(self.figures)
+        self._say(f"resumed from {found.folder} at step {state.step}")
+        ours = Setup(to_tree(self.config), identity(self.config, self.phases), self.engine.precision, self.world.size)
+        if changed := since(Setup.of(found), ours, state):
+            self._say(f"changed since that checkpoint: {spelled(changed)}")
+            self.metrics.changed(state.step, changed)
+        return replace(state, restarts=state.restarts + 1)
+
+    def _choose(self) -> Path | None:
+        """The newest checkpoint whose parts are all proven, None for a fresh start; the same on all ranks.
+
+        Rank 0 chooses, and the ranks share the proof. What is damaged is named and passed over.
+        """
+        damaged: dict[str, str] = {}  # name: why
+        told: set[str] = set()
+        while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
+            folder = self.folder / name
+            prove = partial(checkpoint.disprove, folder, self.world, state_of)
+            failure = first_failure(together(prove, self.world), self.world)
+            if not failure:
+                together(partial(self._require_same, folder), self.world)
+                return folder
+            damaged[name] = failure
+        return None
+
+    def _require_same(self, folder: Path) -> None:
+        require_same_run(checkpoint.read(folder).record, self.identity, self.config.phases, folder)
+
+    def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
+        """The name of the checkpoint to go on from, empty for a fresh start; rank 0 tells each reason once."""
+        if not self.world.is_main:
+            return ""
+        found, passed = checkpoint.newest(self.folder, damaged)
+        for reason in passed:
+            if reason not in told:
+                self._say(f"passed over: {reason}")
+        told.update(passed)
+        require_allowed(self.config, found, passed)
+        return "" if found is None else found.folder.name
+
+    def _load(self, folder: Path) -> checkpoint.Checkpoint:
+        found = checkpoint.read(folder)
+        record = found.record
+        checkpoint.restore(found, self.engine.optimizer)
+        if record["precision"] == self.engine.precision:  # the scale of another precision says nothing here
+            scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
+            self.engine.loss_scale = replace(self.engine.loss_scale, scale=scale, good_steps=good_steps)
+        return found
+
+    def _start(self) -> None:
+        """Begin anew: from plain weights where the configuration names some, else as the seed draws them."""
+        given = self.config.run.weights
+        source = f"the seed {self.config.run.seed}"
+        if given is not None:
+            tokenizer = self.phases[0].loader.folder / TOKENIZER_FOLDER
+            start_from(Path(given), self.config.model, self.engine.optimizer, self._say, tokenizer)
+            source = given
+        self._say(f"no checkpoint in {self.folder}: a fresh start from {source}")
+
+    def save(self, state: TrainState, due: bool = False) -> None:
+        """Save a checkpoint every so many steps, or when it is ``due`` anyway; tell what became of the last one."""
+        ended = []
+        turn = state.step > 0 and state.step % self.config.checkpoint.every_steps == 0
+        if state.step != self.saved and (due or turn):
+            self.saved = state.step
+            self.metrics.flush()
+            ended = self.saver.save(state.step, self._record(state))
+            self.metrics.spend("checkpoint")
+        elif state.attempts % self.config.metrics.log_every_steps == 0:
+            ended = self.saver.look()
+        for saved in ended:
+            self.metrics.checkpoint(saved)
+
+    def _record(self, state: TrainState) -> dict[str, Any]:
+        return {
+            "state": asdict(state),
+            "loss_scale": asdict(self.engine.loss_scale),
+            "precision": self.engine.precision,
+            "optimizer": {"steps": self.engine.optimizer.steps},
+            "heldout": self.figures,
+            "identity": self.identity,
+            "config": to_tree(self.config),
+        }
+
+    def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
+        """Evaluate on the phase's held-out shards every so many steps, or when it is ``due`` anyway.
+
+        A run that stops leaves that to the one that goes on: there may be no time for it before the save.
+        """
+        every, self.figures = self.config.evaluation.every_steps, {}
+        self.owes = data.heldout is not None and (due or (every is not None and state.step % every == 0))
+        if data.heldout is None or not self.owes or self.stop.decided:
+            return
+        self.metrics.flush()
+        batches = data.heldout.sweep(self.config.evaluation.micro_batch, self.stop)
+        mask_id = data.heldout.manifest.tokenizer.specials.mask
+        figures = evaluate(self.engine.model, batches, self.world.device, self.engine.gathers, mask_id)
+        if not self.stop.broke_off:
+            self.metrics.heldout(state, figures)
+            self.owes, self.figures, self.reached = False, figures, self.config.evaluation.stop_at.reached(figures)
+            if self.reached:
+                self._say(f"the target is reached: {self.reached}")
+
+    def catch_up(self, state: TrainState) -> None:
+        """Evaluate the step that the run goes on from, if a stop kept it from that."""
+        if self.found is not None and not self.figures:
+            phase = self.phases[state.phase]
+            self.evaluate(state, phase, due=state.phase_step == phase.phase.steps)
+
+    def entering(self, state: TrainState) -> TrainState:
+        """The state with a finished phase left behind, unless its evaluation is still owed."""
+        return state if self.owes else state.entering(self.config.phases)
+
+    def end(self, state: TrainState) -> None:
+        """See the last save through, and leave word of how the run ended; a run that was killed leaves none.
+
+        Raises TrainerError on all ranks, with the reason on rank 0, when the last checkpoint could not be saved.
+        """
+        self.metrics.flush()
+        for saved in self.saver.finish():
+            self.metrics.checkpoint(saved)
+        last = self.saver.last
+        if last is not None and last.failure:
+            said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): mend that"
+            raise PassingError(f"{said}; the same command goes on from the one before" if self.world.is_main else "")
+        how = "reached" if self.reached else "done" if state.phase == len(self.phases) else "stopped"
+        text = json.dumps({"how": how, "step": state.step}) + "\n"
+        together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
+        self.metrics.spend("checkpoint")
+        self.metrics.end("done" if self.reached else how, f"reached {self.reached}" if self.reached else None)
+
+    def rescue(self, error: BaseException) -> None:
+        """Save the steps since the last checkpoint if ``error`` is a shortage between two steps.
+
+        Only a rank that is alone: the others of a larger run are in the next step already, and cannot save this one.
+        """
+        state = self.border
+        if exit_code(error) != FAILED or self.world.size > 1 or state is None or state.step in (0, self.saved):
+            return
+        self._say(f"{explain(error)}: saving step {state.step} before the end")
+        self.save(state, due=True)
+        for saved in self.saver.finish():
+            self.metrics.checkpoint(saved)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the monitors know before this process ends; others may be gone by now."""
+        self.stop.decided = True  # ranks end from here on, each by itself
+        self.metrics.end("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
+
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            say(text)
+
+
+def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
+    """Train until the last phase is done or the target reached, from the newest checkpoint on.
+
+    Returns the last state; its phase is behind the last one unless the run was stopped.
+    """
+    run = Run(config, phases, world)
+    try:
+        return _train(run)
+    except BaseException as error:
+        error.add_note(f"after step {run.metrics.reached}")
+        run.rescue(error)
+        run.fail(error)
+        raise
+    finally:
+        run.metrics.linger()
+        if run.lock is not None:
+            run.lock.close()
+
+
+def _train(run: Run) -> TrainState:
+    state = run.border = run.restore()
+    _describe(run, state)
+    run.catch_up(state)
+    state = run.entering(state)
+    while state.phase < len(run.phases) and not run.over:
+        data = run.phases[state.phase]
+        steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
+        with closing(steps):
+            for batch in steps:
+                rate, run.border = learning_rate(data.phase, state.phase_step + 1), None
+                result = run.engine.step(batch.micro_batches, batch.counts, state.attempts, rate)
+                state = run.border = state.after(batch, result.applied)
+                done = state.phase_step == data.phase.steps
+                run.metrics.step(state, batch, result, rate)
+                run.stop.agreed(state.attempts)
+                if result.applied:  # else the data moved on; nothing else did
+                    run.evaluate(state, data, due=done)
+                run.save(state, due=done or run.over)
+                if done or run.over:
+                    break
+            else:  # a stop was asked for while the next batch did not come
+                run.save(state, due=True)
+        state = run.entering(state)
+    run.end(state)
+    return replace(state, phase=len(run.phases)) if run.reached else state
+
+
+def _fillers(loader: Loader) -> int:
+    """Pieces at the end of the shards' vocabulary that only fill it up. Raises TrainerError if it is another one."""
+    try:
+        return load_proven(loader.folder / TOKENIZER_FOLDER, loader.manifest.tokenizer.sha256).fillers
+    except DataError as error:
+        raise TrainerError(str(error)) from None
+
+
+def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
+    with replacing(folder / "config.yaml") as file:
+        file.write(yaml.safe_dump(to_tree(config), sort_keys=False).encode())
+    given, own = data.loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER
+    own.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (given / name).exists():
+            with replacing(own / name) as file:
+                file.write((given / name).read_bytes())
+
+
+def _describe(run: Run, state: TrainState) -> None:
+    """Say once what really runs, and leave the resolved configuration and the tokenizer beside the checkpoints."""
+    config, chosen = run.config, backend.resolve(run.world.device.type)
+    together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
+    heard = nccl_said()
+    if warning := falls_to_tcp(heard):
+        run._say(f"warning: {warning}")
+    run._say(f"kernels: {chosen.name} ({chosen.reason})")
+    facts = {
+        "run": config.run.name,
+        "config": fingerprint(to_tree(config)),
+        "ranks": str(run.world.size),
+        "device": run.world.device.type,
+        "network": " over ".join(filter(None, ("gloo" if run.world.device.type == "cpu" else "nccl", spoken(heard)))),
+        "zero_stage": str(config.engine.zero_stage),
+        "optimizer": config.optimizer.name,
+        "offload": "optimizer" if config.engine.offload_optimizer else "none",
+        "kernels": chosen.name,
+        "apex": chosen.apex,
+        "parameters": str(run.engine.parameters),
+        **run.engine.versions,
+    }
+    devices = [json.loads(text) for text in gather_texts(json.dumps(device_facts(run.world.device)), run.world)]
+    together(lambda: run.metrics.describe(state, facts, devices), run.world)
