@@ -46,7 +46,7 @@ _LARGEST_LISTING = 1 << 27  # bytes of checkpoint.json; a parameter takes a hund
 class CheckpointConfig:
     """When and how to save, and what to keep."""
 
-    every_steps: int = 1000
+    every_steps: int = 1000  # steps between checkpoints
     asynchronous: bool = True  # training waits for a copy in CPU memory only, and the disk works beside it
     keep: int = 3  # newest ones; older ones are removed after a save
     keep_every_steps: int | None = None  # checkpoints of steps that are multiples of it are never removed

@@ -42,10 +42,10 @@ class OptimizerConfig:
     give. Norms are L2, as everybody's: one all-reduce completes their sums of squares over the ranks.
     """
 
-    name: Literal["lamb", "adam"] = "lamb"
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-6
+    name: Literal["lamb", "adam"] = "lamb"  # lamb for large batches, adam for small ones
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.999  # decay of the second moment
+    epsilon: float = 1e-6  # added to the root of the second moment
     weight_decay: float = 0.01  # decoupled; not for biases and LayerNorm
     bias_correction: bool = True  # False: the original BERT's Adam, DeepSpeed's recipe for LAMB
     gradient_clipping: float = 0.0  # gradients are divided by max(1, their global norm / this); 0 is off

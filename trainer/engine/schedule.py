@@ -23,7 +23,7 @@ class Phase:
     are open, the phase that runs is the one that :func:`resolve` makes of this, and its length is in steps.
     """
 
-    name: str
+    name: str  # names the phase in logs and checkpoints; each phase has its own
     train: str  # training shards: a folder, or an address such as s3://bucket/folder
     sequence_length: int  # of those shards; checked against their manifest
     steps: int = 0  # optimizer steps; 0: as many as samples or epochs ask for
@@ -34,13 +34,13 @@ class Phase:
     samples: int | None = None  # sequences to train on, rounded up to whole steps
     epochs: float | None = None  # passes over the training shards, likewise
     reference_batch: int | None = None  # the rates are for this global batch, and grow with the root of the real one
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # steps over which the rate rises to learning_rate
     warmup_power: float = 1.0  # 1 is linear
     start_learning_rate: float = 0.0  # where the warm-up starts
-    decay: Literal["polynomial", "exponential"] = "polynomial"
+    decay: Literal["polynomial", "exponential"] = "polynomial"  # how the rate falls after the warm-up
     power: float = 1.0  # of the polynomial decay; 1 is linear, 0 is constant
     decay_rate: float | None = None  # of the exponential decay: what decay_steps leave of the rate
-    decay_steps: int | None = None
+    decay_steps: int | None = None  # exponential decay: steps that one factor of decay_rate takes
     end_learning_rate: float = 0.0  # what either decay goes to and never below
     heldout: str | None = None  # held-out shards, likewise, evaluated during the phase
     # of the training shards; static: those in them; dynamic: new ones in each epoch, drawn as those were

@@ -42,18 +42,18 @@ ATTENTION, ATTENTION_OUT, MLP_OUT = 0, 1, 2
 class ModelConfig:
     """The model's shape and its regularisation. BERT-Base by default."""
 
-    layers: int = 12
-    hidden: int = 768
-    heads: int = 12
-    intermediate: int = 3072
-    max_positions: int = 512
-    vocab_size: int = 30522
-    segments: int = 2
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    layer_norm_eps: float = 1e-12
+    layers: int = 12  # encoder layers
+    hidden: int = 768  # width of the hidden states; a multiple of heads
+    heads: int = 12  # attention heads
+    intermediate: int = 3072  # width of each layer's perceptron
+    max_positions: int = 512  # longest sequence, in tokens
+    vocab_size: int = 30522  # entries of the shards' vocabulary
+    segments: int = 2  # segment ids; a pair needs two
+    dropout: float = 0.1  # of the embeddings and of what each sublayer adds
+    attention_dropout: float = 0.1  # of the attention weights
+    layer_norm_eps: float = 1e-12  # added to the variance in LayerNorm
     gelu: str = "none"  # "none" is the exact function, "tanh" its approximation
-    initializer_range: float = 0.02
+    initializer_range: float = 0.02  # standard deviation of the initial weights
     # where the MLM decoder's bias starts: zero, or the log of the unigram distribution of the first phase's shards
     decoder_prior: Literal["zero", "unigram"] = "zero"
 

@@ -41,7 +41,7 @@ class MetricsConfig:
     """Where the numbers go, and how often."""
 
     port: int | None = 9464  # of the node's exporter; null switches it off
-    address: str = "0.0.0.0"
+    address: str = "0.0.0.0"  # address that the exporter listens on
     # ranks talk to one another about numbers, and about a SIGTERM, only then; below a minute, or rates look like jumps
     log_every_steps: int = 10
     print_seconds: float = 3.0  # between two progress lines, at least

@@ -42,10 +42,10 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 class RunConfig:
     """What the run is called, where it writes, and what makes it random."""
 
-    name: str
+    name: str  # names the run in metrics, reports and dashboards
     folder: str  # checkpoints, metrics and the resolved configuration go here
     seed: int = 1  # of the initial weights, the order of samples and dropout
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs if there are any, else CPUs
     # auto: go on from the newest checkpoint in the folder, if any; never: refuse a folder that has one
     resume: Literal["auto", "never", "required"] = "auto"
     # what a fresh start begins with: a .safetensors file of trainer.weights, another run's folder or checkpoint,

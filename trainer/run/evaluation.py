@@ -37,12 +37,12 @@ class Target:
     Losses no higher, accuracies no lower; ``mask_…``: on the positions that [MASK] replaced alone.
     """
 
-    mlm_loss: float | None = None
+    mlm_loss: float | None = None  # nats, over all targets
     mlm_accuracy: float | None = None  # MLPerf's mark is 0.72
-    mask_loss: float | None = None
-    mask_accuracy: float | None = None
-    nsp_loss: float | None = None
-    nsp_accuracy: float | None = None
+    mask_loss: float | None = None  # nats, where [MASK] stands
+    mask_accuracy: float | None = None  # share right where [MASK] stands
+    nsp_loss: float | None = None  # nats, of the pairs
+    nsp_accuracy: float | None = None  # share of the pairs that is right
 
     @property
     def named(self) -> dict[str, float]:
