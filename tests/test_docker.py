@@ -23,7 +23,8 @@ from trainer.exits import DONE, REFUSED, STOPPED
 
 DOCKER = ROOT / "docker"
 FILES = ("Dockerfile", "Dockerfile.cpu")
-OPTIONAL = {"mpi4py", "pyarrow"}  # of data_prep, an image has them by EXTRAS
+# of data_prep; an image has them by EXTRAS: aiohttp brings yarl, and s3fs brings aiobotocore
+OPTIONAL = {"aiobotocore", "aiohttp", "mpi4py", "pyarrow", "yarl"}
 IMAGES = [("Dockerfile", "train"), ("Dockerfile.cpu", "prepare"), ("Dockerfile.cpu", "train")]
 PLACES = ("HOME", "TMPDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 

@@ -265,8 +265,8 @@ def test_a_run_folder_that_cannot_be_is_one_line(config: dict[str, Any], tmp_pat
 
 
 def test_bf16_that_diverges_ends_the_run(config: dict[str, Any], tmp_path: Path) -> None:
-    config["optimizer"] = {"name": "adam"}
-    config["phases"][0]["learning_rate"] = 1e30
+    config["optimizer"] = {"name": "adam", "weight_decay": 10}
+    config["phases"][0]["learning_rate"] = 100  # with the decay: weights a thousand times as large each step
     output = refused(write(config, tmp_path), "engine.precision=bf16", "engine.zero_stage=2")
     assert "training diverged" in output
 

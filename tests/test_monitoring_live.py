@@ -34,7 +34,7 @@ FAULTS = {  # planted by the fixture that waits for the alert
     "LambertGpuError": "XID 79 of the second rank's GPU, said by a stand-in for dcgm-exporter",
     "LambertStalled": "one of two ranks stands still (SIGSTOP)",
     "LambertAbsent": "all ranks killed (SIGKILL)",
-    "LambertNonFinite": "the second phase has a learning rate of 1e30",
+    "LambertNonFinite": "the second phase has a learning rate of 100",
     "LambertFailed": "likewise: the run ends itself",
 }
 COUNTED = {  # series, where they are those of one attempt: key of a step's JSON line

@@ -81,7 +81,7 @@ def watched(folder: Path, shards: Path) -> Iterator[Site]:
     for name in ("targets", "textfiles", "gpus"):
         (folder / name).mkdir()
     write_config(folder, shards, RUN, 1_000_000, 0.01)
-    write_config(folder, shards, SICK, 1_000, 1e30)
+    write_config(folder, shards, SICK, 1_000, 100.0)
     write_gpus(folder, xid=0)
     command = [program("prometheus-node-exporter"), "--collector.disable-defaults", "--collector.textfile"]
     command += [f"--collector.textfile.directory={folder}/textfiles", f"--web.listen-address={exporter}"]
