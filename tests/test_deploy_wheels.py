@@ -190,7 +190,7 @@ def test_from_an_index_to_an_installation_without_network(tmp_path: Path) -> Non
 
     again = collect(tmp_path, "--python", "3.12", index=index)
     assert again.returncode == 2
-    assert again.stderr == "wheels: error: wheels is there already: name a new folder, or remove it\n"
+    assert again.stderr == "wheels: error: wheels already exists: name a new folder, or remove this one\n"
 
 
 def test_a_folder_that_would_not_be_whole_does_not_come_to_be(tmp_path: Path) -> None:
