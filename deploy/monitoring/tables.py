@@ -60,7 +60,7 @@ OVERVIEW: Rows = {
               "Share of time, for the rank that waits longest. Good: below 1 %.",
               {"waiting": rule("data_wait:ratio_rate5m")}, "stat", 4, worse_above(0.01, 0.1)),
         Panel("Steps at risk", "locale", "LambertCheckpointStale",
-              "Steps since the last checkpoint, which a crash would lose. Good: below the interval.",
+              "Steps that a crash would lose: those since the last checkpoint. Good: below the interval.",
               {"steps": AT_RISK}, "stat", 4),
         Panel("Phase", "none", "LambertThroughputLow",
               "Counted from 0. Good: as scheduled. A new phase has another length, so speed and loss change.",
