@@ -49,7 +49,7 @@ class Key(NamedTuple):
 
 
 def keys(section: Any) -> Iterator[Key]:
-    """The keys of a configuration dataclass, in order; those of a nested one as ``outer.inner``."""
+    """Yield the keys of a configuration dataclass, in order; nested keys as ``outer.inner``."""
     hints, meanings, ranges = get_type_hints(section), comments(section), bounds(section)
     for field in dataclasses.fields(section):
         hint = hints[field.name]
@@ -60,7 +60,7 @@ def keys(section: Any) -> Iterator[Key]:
 
 
 def comments(section: Any) -> dict[str, str]:
-    """Each field's comment: at the end of its line, else the comment lines right above it."""
+    """Map each field to its comment: at the end of its line, else the comment lines right above it."""
     lines = textwrap.dedent(inspect.getsource(section)).splitlines()
     [tree] = ast.parse("\n".join(lines)).body
     assert isinstance(tree, ast.ClassDef)
@@ -77,7 +77,7 @@ def comments(section: Any) -> dict[str, str]:
 
 
 def bounds(section: Any) -> dict[str, str]:
-    """The range of each field that the class's methods check by ``outside(self, name=(lowest, highest))``."""
+    """Map each field that the class checks with ``outside(self, name=(lowest, highest))`` to its range."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
     values = vars(sys.modules[section.__module__])
     found = {}
@@ -91,7 +91,7 @@ def bounds(section: Any) -> dict[str, str]:
 
 
 def spelled(low: float, high: float) -> str:
-    """``0.5 to 2``; ``above 0``; empty if neither side is bounded."""
+    """Format a range: ``0.5 to 2``, ``above 0``, or empty if neither side is bounded."""
     most = "" if high == math.inf else f"{high:,}"
     if low == -math.inf:
         return most and f"at most {most}"
@@ -101,7 +101,7 @@ def spelled(low: float, high: float) -> str:
 
 
 def kind(hint: Any) -> str:
-    """A field's type in words."""
+    """Describe a field's type in words."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
@@ -113,7 +113,7 @@ def kind(hint: Any) -> str:
 
 
 def default(field: dataclasses.Field[Any]) -> str:
-    """A field's default as YAML has it."""
+    """Return a field's default as written in YAML."""
     if field.default is dataclasses.MISSING:
         return "required" if field.default_factory is dataclasses.MISSING else "`[]`"
     value = field.default
@@ -125,7 +125,7 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def page() -> str:
-    """The page, whole."""
+    """Build the whole page."""
     parts = [HEAD]
     for name, hint in get_type_hints(Config).items():
         section, title = (get_args(hint)[0], f"{name}: a list") if get_origin(hint) is tuple else (hint, name)

@@ -1,12 +1,12 @@
-"""Starts this node's ranks, watches them, and ends when they have; made to be process 1 of a container.
+"""Starts this node's ranks, waits for them and reports how they ended. Can run as process 1 of a container.
 
     python -m deploy.launch [--nproc-per-node N|auto] [--nnodes N --node-rank K --master-addr HOST] [-m MODULE] ARGS…
 
-A rank is ``python -m trainer ARGS…``. A SIGTERM, a Ctrl-C or a hang-up is passed on once, as SIGTERM: the ranks stop at
-a step's border and save. When a rank fails, the others get a bounded time to end. Nothing is left behind, and the exit
-code is the one of :mod:`trainer.exits` that tells most, or 128 and the number of a signal.
+A rank is ``python -m trainer ARGS…``. SIGTERM, SIGINT (Ctrl-C) and SIGHUP are forwarded once, as SIGTERM: the ranks
+stop at a step boundary and save. If a rank fails, the others get a limited time to end. No process is left behind. The
+exit code is the most informative one of :mod:`trainer.exits`, or 128 plus a signal number.
 
-Signals are blocked, and taken from the queue when all else is done: none comes at a wrong time, or is lost. Linux only.
+Signals stay blocked and are read from the queue between other work, so none interrupts it and none is lost. Linux only.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from deploy.reasons import End, describe, judge, leave_message
 from trainer.exits import DONE, FAILED, REFUSED, STOPPED
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-TERMINATION_LOG = Path("/dev/termination-log")  # where Kubernetes looks for a last message
-NOTICE = 15.0  # seconds for ranks to see by themselves that another one is gone, before they get a SIGTERM
-REFUSAL = 1.0  # likewise, once a rank was refused: others that find the same say it after 3
-LAST = 30.0  # seconds from that SIGTERM to the SIGKILL
-ORPHANS = 2.0  # seconds for what ranks left behind: trackers of shared memory have something to do
-SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl.h
+TERMINATION_LOG = Path("/dev/termination-log")  # where Kubernetes looks for a container's last message
+NOTICE = 15.0  # seconds for ranks to notice a lost rank themselves, before we send SIGTERM
+REFUSAL = 1.0  # the same after a rank was refused: the others report the same problem only after 3 s
+LAST = 30.0  # seconds from that SIGTERM to SIGKILL
+ORPHANS = 2.0  # seconds for processes that ranks left behind, such as shared-memory trackers, to finish
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # from prctl.h
 LIBC = ctypes.CDLL(None)
-Outcome = tuple[int, str, bool]  # the exit code, the reason, and whether a rank has said it as the last one
+Outcome = tuple[int, str, bool]  # the exit code, the reason, and whether a rank's last line already states it
 
 
 def main() -> NoReturn:
     """Run the command line."""
     write_whole_lines()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the children's ends with it
-    # what is ignored stays so: under nohup, or as a shell's job in the background
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, children's exit codes would be lost
+    # signals ignored on entry (nohup, a shell's background job) stay ignored
     stops = {number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops | {signal.SIGCHLD})
-    LIBC.prctl(SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind comes here, as it does to process 1
+    LIBC.prctl(SET_CHILD_SUBREAPER, 1)  # orphans of ranks become our children, as for process 1
     own, words = split(sys.argv[1:])
     options = Parser().parse_args(own)
     try:
@@ -66,7 +66,7 @@ def main() -> NoReturn:
 
 
 def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals], folder: Path) -> Outcome:
-    """Start the ranks and wait for them. ``folder`` is for files of this run alone. Raises LaunchError."""
+    """Start the ranks and wait for them. ``folder`` holds this launch's temporary files. Raises LaunchError."""
     given = {option: vars(options)[option.strip("-").replace("-", "_")] for option in SETTINGS}
     node = read_node(given, os.environ, partial(count_gpus, folder / "gpus", stops))
     say_error(f"lambert: {node}")
@@ -86,9 +86,9 @@ def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals
 
 
 def watch(running: dict[int, int], stops: set[signal.Signals], grace: float) -> tuple[list[End], bool]:
-    """Wait for the end of the processes in ``running`` (pid: rank), which it empties; and whether a stop was asked for.
+    """Wait for all processes in ``running`` (pid: rank), emptying it. Returns their ends and if a stop was requested.
 
-    Ranks that are done, or have stopped and saved, are in no hurry for the others; rank 0 may wait for a last scrape.
+    A rank that finished, or stopped and saved, sets no deadline for the others: rank 0 may wait for a last scrape.
     """
     ends: list[End] = []
     sent: set[int] = set()
@@ -112,12 +112,12 @@ def watch(running: dict[int, int], stops: set[signal.Signals], grace: float) -> 
         if now >= kill_at:
             kill_at = math.inf
             send(signal.SIGKILL, running, sent)
-    # a scheduler may tell the ranks, too, and they may end before this has heard of it
+    # a scheduler may signal the ranks too, and they may end before we receive our own signal
     return [replace(end, ours=end.ours or (asked and end.code == -signal.SIGTERM)) for end in ends], asked
 
 
 def send(number: signal.Signals, running: Iterable[int], sent: set[int]) -> None:
-    """Send all of them a signal that they have not had; none of them has been reaped, so each number is still its."""
+    """Send ``number`` to all processes, once only. None has been reaped yet, so no pid can have been reused."""
     if number not in sent:
         sent.add(number)
         for pid in running:
@@ -125,14 +125,14 @@ def send(number: signal.Signals, running: Iterable[int], sent: set[int]) -> None
 
 
 def reap() -> Iterator[tuple[int, int]]:
-    """Processes that have ended, orphans too: (pid, code as in :class:`~deploy.reasons.End`)."""
-    with suppress(ChildProcessError):  # there are no more
+    """Yield every ended child, orphans included: (pid, code as in :class:`~deploy.reasons.End`)."""
+    with suppress(ChildProcessError):  # no children left
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found[0], os.waitstatus_to_exitcode(found[1])
 
 
 def start(command: list[str], environ: dict[str, str]) -> int:
-    """Start a process that gets a SIGTERM when this one is gone, and no Ctrl-C of the terminal's; returns its pid."""
+    """Start a process and return its pid. It gets SIGTERM if we die, and no Ctrl-C from the terminal."""
     supervisor = os.getpid()
     pid = os.fork()
     if pid:
@@ -140,9 +140,9 @@ def start(command: list[str], environ: dict[str, str]) -> int:
     try:
         os.setsid()
         LIBC.prctl(SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != supervisor:  # gone before that
+        if os.getppid() != supervisor:  # it died before prctl
             os._exit(STOPPED)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored is inherited
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and children inherit that
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execve(command[0], command, environ)
@@ -153,7 +153,7 @@ def start(command: list[str], environ: dict[str, str]) -> int:
 
 
 def clear() -> None:
-    """End what the ranks left behind: give it a moment, then kill it. Given up only for what even that does not end."""
+    """End the processes that ranks left behind: wait a moment, then SIGKILL. Gives up on any that survive SIGKILL."""
     kill_at = time.monotonic() + ORPHANS
     while (left := children()) and (now := time.monotonic()) < kill_at + LAST:
         if now >= kill_at:
@@ -164,41 +164,41 @@ def clear() -> None:
 
 
 def children() -> list[int]:
-    """This process's children, as /proc lists them."""
+    """List this process's children, from /proc."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            status = path.read_text(errors="replace").rpartition(")")[2]  # the name before it may hold anything
+        with suppress(OSError):  # it just ended
+            status = path.read_text(errors="replace").rpartition(")")[2]  # the name before it may contain anything
             found += [int(path.parent.name)] if int(status.split()[1]) == os.getpid() else []
     return found
 
 
 def count_gpus(answer: Path, stops: set[signal.Signals]) -> int:
-    """GPUs as PyTorch sees them, by a process of its own, which writes ``answer``. Raises LaunchError."""
+    """Count the GPUs that PyTorch sees, in a child process that writes ``answer``. Raises LaunchError."""
     code = "import sys, torch; print(torch.cuda.device_count(), file=open(sys.argv[1], 'w'))"
     ends, asked = watch({start([sys.executable, "-c", code, str(answer)], dict(os.environ)): 0}, stops, math.inf)
     if asked:
-        raise LaunchError("stopped before a rank was started", code=STOPPED)
+        raise LaunchError("stopped before any rank was started", code=STOPPED)
     if ends[0].code != DONE:
-        raise LaunchError("error: PyTorch could not count the GPUs, see above: give --nproc-per-node a number")
+        raise LaunchError("error: PyTorch could not count the GPUs (see above): set --nproc-per-node to a number")
     return int(answer.read_text())
 
 
 def last_words(path: Path) -> str:
-    """What a rank wrote there, if anything."""
+    """Return the last line that a rank left in ``path``, or ''."""
     return path.read_text(errors="replace").strip() if path.exists() else ""
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where TMPDIR says. Raises LaunchError."""
+    """Create a temporary folder, in TMPDIR if set. Raises LaunchError."""
     try:
         return tempfile.TemporaryDirectory(prefix="lambert-")
     except OSError as error:
-        raise LaunchError(f"error: {error.strerror}: set TMPDIR to a folder that can be written") from None
+        raise LaunchError(f"error: {error.strerror}: set TMPDIR to a writable folder") from None
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own options, which come first, and the words of the ranks' command."""
+    """Split the command line into the launcher's own options, which come first, and the ranks' arguments."""
     known, place = {*SETTINGS, "--grace-seconds", "--termination-log"}, 0
     while place < len(words) and words[place].partition("=")[0] in known:
         place += 1 if "=" in words[place] else 2
@@ -210,31 +210,31 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of the launcher's own options; what is wrong takes one line."""
+    """Parses the launcher's own options. Errors take one line."""
 
     def __init__(self) -> None:
         usage = "python -m deploy.launch [options] [-m MODULE] ARGS…"
-        about = "Start and watch this node's ranks: python -m MODULE ARGS…"
+        about = "Start and supervise this node's ranks: python -m MODULE ARGS…"
         super().__init__(usage=usage, description=about, allow_abbrev=False)
         for option, (variable, text) in SETTINGS.items():
-            self.add_argument(option, metavar="X", help=f"{text}; else {variable}")
-        # No limit, since half a checkpoint is worth nothing, and a pod has one: its terminationGracePeriodSeconds.
-        text = "after a stop was asked for, kill what is left then (default: never)"
+            self.add_argument(option, metavar="X", help=f"{text}; defaults to {variable}")
+        # No limit by default: half a checkpoint is worthless, and a pod has terminationGracePeriodSeconds.
+        text = "kill ranks still running this long after a stop was requested (default: never)"
         self.add_argument("--grace-seconds", type=seconds, default=math.inf, metavar="X", help=text)
-        text = f"a file for the reason of the end (default: {TERMINATION_LOG}, if it exists)"
+        text = f"file to write the final reason to (default: {TERMINATION_LOG} if it exists)"
         self.add_argument("--termination-log", type=Path, metavar="PATH", help=text)
-        self.add_argument("-m", dest="module", default="trainer", help="what a rank runs (default: trainer)")
+        self.add_argument("-m", dest="module", default="trainer", help="module that each rank runs (default: trainer)")
 
     def error(self, message: str) -> NoReturn:
         self.exit(REFUSED, f"lambert: error: {message}\n")
 
 
 def seconds(text: str) -> float:
-    """Of an option: more than 0."""
+    """Parse a positive number of seconds."""
     with suppress(ValueError):
         if float(text) > 0:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
 
 
 if __name__ == "__main__":

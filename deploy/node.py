@@ -1,4 +1,4 @@
-"""A node's place in the run, by options or by torchrun's own variables, which Kubeflow and our chart set."""
+"""A node's place in the run, from options or from torchrun's variables, which Kubeflow and our chart set."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from trainer.exits import REFUSED
 
-SETTINGS = {  # option: torchrun's variable for it, and what it says
-    "--nproc-per-node": ("PET_NPROC_PER_NODE", "ranks on each node: a number, gpu, cpu (one a core) or auto (default)"),
-    "--nnodes": ("PET_NNODES", "nodes of the run (default: 1)"),
-    "--node-rank": ("PET_NODE_RANK", "which of several nodes this is, from 0"),
-    "--master-addr": ("PET_MASTER_ADDR", "host of node 0, where several nodes meet"),
-    "--master-port": ("PET_MASTER_PORT", "the port there (default: 29500)"),
+SETTINGS = {  # option: torchrun's variable for it, and its help text
+    "--nproc-per-node": ("PET_NPROC_PER_NODE", "ranks per node: a number, gpu, cpu (one per core) or auto (default)"),
+    "--nnodes": ("PET_NNODES", "number of nodes (default: 1)"),
+    "--node-rank": ("PET_NODE_RANK", "this node's number, from 0; needed with several nodes"),
+    "--master-addr": ("PET_MASTER_ADDR", "host name of node 0; needed with several nodes"),
+    "--master-port": ("PET_MASTER_PORT", "port on node 0 (default: 29500)"),
 }
-MOST_NODES, MOST_RANKS = 100_000, 4096  # of a run; of a node: as many as it has GPUs or, without any, cores
-NAMED = ("auto", "gpu", "cpu")  # numbers of ranks; auto: one without GPUs
+MOST_NODES, MOST_RANKS = 100_000, 4096  # limits: nodes per run, ranks per node
+NAMED = ("auto", "gpu", "cpu")  # auto: one rank per GPU, or one rank without GPUs
 
 
 class LaunchError(Exception):
-    """Ends the launch before a rank was started, with these lines and an exit code."""
+    """Ends the launch before any rank is started, with these lines and an exit code."""
 
     def __init__(self, *lines: str, code: int = REFUSED) -> None:
         super().__init__("\n".join(f"lambert: {line}" for line in lines))
@@ -31,7 +31,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """One of ``nodes`` nodes, each with as many ranks."""
+    """One of ``nodes`` nodes, each with the same number of ranks."""
 
     number: int
     nodes: int
@@ -41,11 +41,11 @@ class Node:
 
     @property
     def first(self) -> int:
-        """The rank of its local rank 0."""
+        """The global rank of this node's local rank 0."""
         return self.number * self.ranks
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """What tells a rank its place."""
+        """The environment variables that tell a rank its place."""
         return {
             "RANK": str(self.first + local_rank),
             "WORLD_SIZE": str(self.nodes * self.ranks),
@@ -58,13 +58,13 @@ class Node:
     def __str__(self) -> str:
         ranks = f"ranks {self.first} to {self.first + self.ranks - 1}" if self.ranks > 1 else f"rank {self.first}"
         place = f"node {self.number} of {self.nodes}: {ranks} of {self.nodes * self.ranks}"
-        return f"{place}, meeting at {self.address}:{self.port}"
+        return f"{place}, rendezvous at {self.address}:{self.port}"
 
 
 def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count_gpus: Callable[[], int]) -> Node:
-    """This node's place. ``given``: the value of each option in SETTINGS, if any; what is empty is not set.
+    """Return this node's place. ``given``: each option in SETTINGS and its value; empty counts as unset.
 
-    One node alone meets on its own loopback, at a free port. Raises LaunchError with a line for each problem.
+    A single node uses a free port on loopback. Raises LaunchError with one line per problem.
     """
     texts = {option: given.get(option) or environ.get(name) or "" for option, (name, _) in SETTINGS.items()}
     sources = {option: option if given.get(option) else name for option, (name, _) in SETTINGS.items()}
@@ -85,11 +85,11 @@ def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count
     if ranks not in NAMED:
         number("--nproc-per-node", 1, MOST_RANKS, also=f", or {', '.join(NAMED)}")
     if place >= nodes and not problems:
-        problems.append(f"error: {sources['--node-rank']} is {place}: of {nodes} nodes, the last one is {nodes - 1}")
+        problems.append(f"error: {sources['--node-rank']} is {place}: make it less than --nnodes, {nodes}")
     if nodes > 1 and not texts["--node-rank"]:
-        problems.append(f"error: {nodes} nodes, but not which of them this is: set --node-rank or PET_NODE_RANK")
+        problems.append(f"error: {nodes} nodes, but this node's number is not set: set --node-rank or PET_NODE_RANK")
     if nodes > 1 and not texts["--master-addr"]:
-        problems.append(f"error: {nodes} nodes, but not where they meet: set --master-addr or PET_MASTER_ADDR")
+        problems.append(f"error: {nodes} nodes, but node 0's address is not set: set --master-addr or PET_MASTER_ADDR")
     if problems:
         raise LaunchError(*problems)
     count = _count_ranks(ranks, count_gpus)
@@ -105,7 +105,7 @@ def _count_ranks(text: str, count_gpus: Callable[[], int]) -> int:
         return int(text)
     gpus = count_gpus()
     if gpus == 0 and text == "gpu":
-        raise LaunchError("error: one rank a GPU was asked for, but PyTorch sees none: give a number of ranks")
+        raise LaunchError("error: one rank per GPU was requested, but PyTorch sees no GPU: set a number of ranks")
     return gpus or 1
 
 

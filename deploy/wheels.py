@@ -1,13 +1,13 @@
-"""Collects what a host without network installs: python -m deploy.wheels --python 3.12 --platform P --out wheels
+"""Collects wheels for a host without network: python -m deploy.wheels --python 3.12 --platform P --out wheels
 
-Every package of requirements.lock as a wheel that fits the named Python and platform, and what those need beside the
-lock: PyTorch's CUDA libraries. Nothing of this machine's Python counts. Then the folder is checked against itself: each
-need of each wheel, as it stands on that host, must be in it, and fit. Beside the wheels it holds
+It fetches every package of requirements.lock as a wheel for the given Python and platform, and the dependencies that
+the lock does not list, such as PyTorch's CUDA libraries. This machine's own Python does not matter. Then it checks the
+folder: every dependency of every wheel, as evaluated on that host, must be in the folder and match. It also writes
 
-    requirements.txt    the one list that is installed, with hashes, which pip checks
-    SHA256SUMS          for `sha256sum --check` after the journey
+    requirements.txt    every wheel with its hash, which pip checks
+    SHA256SUMS          for `sha256sum --check` after copying
 
-There is a folder only if all of this is so.
+The folder is created only if every check passes.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 LOCK = Path(__file__).resolve().parent.parent / "requirements.lock"
-SOURCES = ("deepspeed",)  # on the index without a wheel: built here, and the same for every platform
-LEGACY = {  # names of some manylinux tags before they told their glibc
+SOURCES = ("deepspeed",)  # no wheel on the index: built here, identical for every platform
+LEGACY = {  # older names of some manylinux tags, by glibc minor version
     "x86_64": {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"},
     "aarch64": {17: "manylinux2014"},
 }
-ROUNDS = 5  # of asking what the wheels need: PyTorch needs cuda-toolkit, which needs nvidia-cublas, and so on
+ROUNDS = 5  # of resolving dependencies: PyTorch needs cuda-toolkit, which needs nvidia-cublas, and so on
 
 
 class WheelsError(RuntimeError):
-    """There is no whole folder of wheels; the text says what is missing, in one line."""
+    """The folder of wheels cannot be completed; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The host that installs: its Python, its processor, and the glibc that it has at least."""
+    """The host that installs: its Python, its processor and its minimum glibc."""
 
     python: tuple[int, int]
     machine: str
-    glibc: int  # 28 of 2.28
+    glibc: int  # the 28 of 2.28
 
     @cached_property
     def platforms(self) -> list[str]:
-        """Its platform tags, the newest first: a wheel for an older glibc fits, too."""
+        """Its platform tags, newest first; a wheel for an older glibc fits too."""
         names = []
         for minor in range(self.glibc, 4, -1):
             names.append(f"manylinux_2_{minor}_{self.machine}")
@@ -73,7 +73,7 @@ class Target:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the conditions of requirements are asked about."""
+        """The environment that requirement markers are evaluated in."""
         version = "{}.{}".format(*self.python)
         return {
             **{
@@ -89,7 +89,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel: what its name says, and what it needs."""
+    """A wheel: the parts of its file name, and its dependencies."""
 
     path: Path
     name: str
@@ -99,17 +99,17 @@ class Wheel:
 
 
 def read_target(python: str, platform: str) -> Target:
-    """The target that a user names, ("3.12", "manylinux_2_28_x86_64"). Raises WheelsError."""
+    """Parse a target such as ("3.12", "manylinux_2_28_x86_64"). Raises WheelsError."""
     version, place = re.fullmatch(r"3\.(\d+)", python), re.fullmatch(r"manylinux_2_(\d+)_(\w+)", platform)
     if version is None:
-        raise WheelsError(f"--python is {python!r}: must be like 3.12")
+        raise WheelsError(f"--python is {python!r}: give a version such as 3.12")
     if place is None or place[2] not in LEGACY:
-        raise WheelsError(f"--platform is {platform!r}: must be like manylinux_2_28_x86_64 or manylinux_2_28_aarch64")
+        raise WheelsError(f"--platform is {platform!r}: give manylinux_2_N_x86_64 or manylinux_2_N_aarch64")
     return Target((3, int(version[1])), place[2], int(place[1]))
 
 
 def read_wheel(path: Path) -> Wheel:
-    """A wheel's own words. Raises WheelsError where the file is none."""
+    """Read a wheel's metadata. Raises WheelsError if the file is not a wheel."""
     try:
         name, version, _, tags = parse_wheel_filename(path.name)
         with zipfile.ZipFile(path) as archive:
@@ -117,23 +117,23 @@ def read_wheel(path: Path) -> Wheel:
             told = HeaderParser().parsestr(archive.read(member).decode("utf-8"))
         needs = tuple(map(Requirement, told.get_all("Requires-Dist", [])))
     except (ValueError, zipfile.BadZipFile, InvalidRequirement) as error:
-        raise WheelsError(f"{path.name} is no wheel that can be read: {error}") from None
+        raise WheelsError(f"{path.name} is not a readable wheel: {error}") from None
     return Wheel(path, canonicalize_name(name), version, tags, needs)
 
 
 def read_lock(text: str, exclude: Iterable[str]) -> list[Requirement]:
-    """The requirements of a lock but for the excluded. Raises WheelsError for an excluded one that is not there."""
+    """Parse a lock, without the excluded packages. Raises WheelsError if the lock does not list an excluded one."""
     requirements = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
     left_out = {canonicalize_name(name) for name in exclude}
     if unknown := left_out - {canonicalize_name(requirement.name) for requirement in requirements}:
-        raise WheelsError(f"--exclude names {', '.join(sorted(unknown))}, which requirements.lock has not")
+        raise WheelsError(f"--exclude names {', '.join(sorted(unknown))}, not in requirements.lock: correct the name")
     return [requirement for requirement in requirements if canonicalize_name(requirement.name) not in left_out]
 
 
 def needed(
     lock: list[Requirement], wheels: Iterable[Wheel], target: Target
 ) -> dict[str, list[tuple[Requirement, str]]]:
-    """All that must be there, by package: what is required of it, and who does. Follows the wheels that are there."""
+    """Map each package that must be present to its requirements and who states them, following the given wheels."""
     there = {wheel.name: wheel for wheel in wheels}
     found: dict[str, list[tuple[Requirement, str]]] = {}
     done: set[tuple[str, str]] = set()
@@ -154,9 +154,9 @@ def needed(
 
 
 def problems(lock: list[Requirement], wheels: list[Wheel], target: Target, exclude: set[str]) -> list[str]:
-    """What is not as the host needs it; empty: the folder is whole. ``exclude``: canonical names that the host has."""
+    """List what the folder lacks for the host; empty if complete. ``exclude``: canonical names that the host has."""
     there = {wheel.name: wheel for wheel in wheels}
-    found = [f"{wheel.path.name} does not fit" for wheel in wheels if not wheel.tags & target.tags]
+    found = [f"{wheel.path.name} does not fit the platform" for wheel in wheels if not wheel.tags & target.tags]
     for name, reasons in sorted(needed(lock, wheels, target).items()):
         if name in exclude:
             continue
@@ -170,11 +170,11 @@ def problems(lock: list[Requirement], wheels: list[Wheel], target: Target, exclu
 
 
 def collect(lock: list[Requirement], folder: Path, target: Target, options: argparse.Namespace) -> list[Wheel]:
-    """Fill a folder with wheels: the lock's, then, in rounds, what they need beside it."""
+    """Download the lock's wheels into a folder, then, in rounds, the dependencies that the lock does not list."""
     exclude = {canonicalize_name(name) for name in options.exclude}
     built = [str(need) for need in lock if canonicalize_name(need.name) in SOURCES]
     wanted = [str(need) for need in lock if canonicalize_name(need.name) not in SOURCES]
-    pip("wheel", built, folder, ["--no-build-isolation"])  # which would fetch another PyTorch, to look at
+    pip("wheel", built, folder, ["--no-build-isolation"])  # isolation would download another PyTorch just to inspect it
     only = ["--only-binary=:all:", "--implementation=cp", "--python-version={}.{}".format(*target.python)]
     only += [f"--platform={name}" for name in target.platforms]
     only += [f"--extra-index-url={options.torch_index}"] if options.torch_index else []
@@ -193,12 +193,12 @@ def collect(lock: list[Requirement], folder: Path, target: Target, options: argp
 
 
 def together(requirements: list[Requirement]) -> str:
-    """All that is required of one package."""
+    """Join all version specifiers of one package."""
     return ",".join(sorted({str(requirement.specifier) for requirement in requirements} - {""}))
 
 
 def pip(command: str, requirements: list[str], folder: Path, options: list[str]) -> None:
-    """Put wheels of exactly these into the folder. Raises WheelsError with pip's own line."""
+    """Put wheels of exactly these requirements into the folder. Raises WheelsError with pip's own error."""
     if not requirements:
         return
     begin = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", command, "--no-deps", *options]
@@ -217,7 +217,7 @@ def pip(command: str, requirements: list[str], folder: Path, options: list[str])
 
 
 def write_lists(wheels: list[Wheel], folder: Path) -> None:
-    """requirements.txt and SHA256SUMS."""
+    """Write requirements.txt and SHA256SUMS."""
     sums = {wheel: file_sha256(wheel.path) for wheel in wheels}
     pinned = [f"{wheel.name}=={wheel.version} --hash=sha256:{sums[wheel]}\n" for wheel in wheels]
     (folder / "requirements.txt").write_text("".join(pinned), encoding="utf-8")
@@ -227,17 +227,17 @@ def write_lists(wheels: list[Wheel], folder: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """A file's sha256, in hexadecimal digits."""
+    """Return a file's sha256 as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def run(options: argparse.Namespace) -> str:
-    """Collect, check, and put the folder in its place; how to install from it. Raises WheelsError."""
+    """Collect and check the wheels, then move the folder into place. Returns install steps. Raises WheelsError."""
     target = read_target(options.python, options.platform)
     out: Path = options.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise WheelsError(f"{out} is there already: name a new folder, or remove it")
+        raise WheelsError(f"{out} already exists: name a new folder, or remove this one")
     lock = read_lock(options.lock.read_text(encoding="utf-8"), options.exclude)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> str:
         folder.chmod(0o755)
         folder.replace(out)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # still there only if it is not whole
+        shutil.rmtree(folder, ignore_errors=True)  # still there only after a failure
     size = sum(path.stat().st_size for path in out.iterdir())
     python = f"python{options.python}"
     return (
@@ -260,7 +260,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """What is wrong takes one line, without the usage."""
+    """Reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"wheels: error: {message}; see {self.prog} --help\n")
@@ -268,17 +268,19 @@ class Parser(argparse.ArgumentParser):
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    about = "Wheels for a host without network."
+    about = "Collect wheels for a host without network."
     parser = Parser(prog="python -m deploy.wheels", description=about, allow_abbrev=False)
-    parser.add_argument("--python", required=True, metavar="3.12", help="the host's Python")
+    parser.add_argument("--python", required=True, metavar="3.12", help="the host's Python version")
     parser.add_argument("--platform", required=True, metavar="manylinux_2_28_x86_64", help="its glibc and processor")
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new folder")
-    parser.add_argument("--torch-index", metavar="URL", help="one more index, for another build of PyTorch")
-    parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help="what the host has; repeatable")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the folder to create")
+    parser.add_argument("--torch-index", metavar="URL", help="an additional index, for another build of PyTorch")
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="NAME", help="package the host has; repeatable"
+    )
     parser.add_argument("--lock", type=Path, default=LOCK, help=argparse.SUPPRESS)
     try:
         print(run(parser.parse_args()))
-    except (WheelsError, OSError) as error:  # such as a folder that is not ours
+    except (WheelsError, OSError) as error:  # OSError: for example a folder without write permission
         print(f"wheels: error: {error}", file=sys.stderr)
         return 2
     return 0

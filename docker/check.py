@@ -1,9 +1,9 @@
-"""The images, built and run for real where there is podman and no more: python docker/check.py [--help].
+"""Builds the images and runs them; needs only podman: python docker/check.py [--help].
 
-Builds both targets of Dockerfile.cpu, and Dockerfile on a base that stands in for NGC's (PyTorch of the system, a
-compiler, pip constraints) or on a real one. In the first it makes shards, on the others it trains on two CPU ranks: all
-of it with a read-only root file system, no capability, no network, as user 10001. A stop by SIGTERM must end with code
-75 and a checkpoint, and the same command must go on from there to its end. Fails at the first thing that is not so.
+It builds both targets of Dockerfile.cpu, and Dockerfile on a stand-in for NGC's base (system PyTorch, a compiler, pip
+constraints) or on a real one. The `prepare` image makes shards, the other two train on two CPU ranks. All of them run
+with a read-only root file system, no capabilities, no network, and as user 10001. SIGTERM must end a run with code 75
+and a checkpoint, and the same command must continue from there to the end. The first failed check ends the program.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LOCKED = (
     "--read-only-tmpfs=false",
     "--cap-drop=ALL",
     "--security-opt=no-new-privileges",
-    "--security-opt=label=disable",  # where SELinux is on, its labels would hide the folders that are mounted
+    "--security-opt=label=disable",  # SELinux labels would hide the mounted folders
     "--network=none",
 )
 BUILD = ("build", "--quiet", "--format", "docker")
-STEPS = 400  # enough to be stopped in the midst of
+STEPS = 400  # long enough to be stopped halfway
 STOP_WITHIN = 120  # seconds
-DONE, REFUSED, STOPPED = 0, 2, 75  # of trainer/exits.py
+DONE, REFUSED, STOPPED = 0, 2, 75  # from trainer/exits.py
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 STAND_IN = """
 FROM {base}
@@ -80,8 +80,8 @@ def main() -> int:
 
 
 def context(options: argparse.Namespace) -> None:
-    """What .dockerignore lets through, as the builder sees it."""
-    section("The build's context")
+    """Check which files .dockerignore lets through, as the builder sees them."""
+    section("Build context")
     (options.work / "Context").write_text("FROM scratch\nCOPY . /\n")
     podman("build", "--quiet", "--file", options.work / "Context", "--tag", "lambert-context", ROOT)
     tar = options.work / "context.tar"
@@ -94,13 +94,13 @@ def context(options: argparse.Namespace) -> None:
     print(f"{len(names)} files and folders, in: {' '.join(sorted(tops))}")
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
     made_by_podman = {"dev", "etc", "proc", "run", "sys"}
-    demand(tops <= kept | made_by_podman, f"the context also holds {tops - kept}")
-    demand(not any("__pycache__" in name for name in names), "the context holds byte code")
+    demand(tops <= kept | made_by_podman, f"the context also contains {tops - kept}: exclude them in .dockerignore")
+    demand(not any("__pycache__" in name for name in names), "the context contains byte code: exclude __pycache__")
 
 
 def stand_in(options: argparse.Namespace) -> str:
-    """A base with what Dockerfile asks of NGC's: its tag."""
-    section("A stand-in for NGC's image")
+    """Build a base with everything that Dockerfile needs from NGC's; returns its tag."""
+    section("Stand-in for NGC's image")
     index = "" if options.torch_index == "" else f"--extra-index-url {options.torch_index or CPU_INDEX}"
     base = options.base or default_base("Dockerfile.cpu")
     (options.work / "StandIn").write_text(STAND_IN.format(base=base, index=index))
@@ -110,7 +110,7 @@ def stand_in(options: argparse.Namespace) -> str:
 
 
 def build(options: argparse.Namespace, image: str, file: str, target: str, base: str | None) -> None:
-    """Build a target, and show how long it took and how large it is."""
+    """Build a target, and print its build time and size."""
     section(f"Build {image}: {file}, target {target}")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     given = {"VERSION": version, "BASE": base, "TORCH_INDEX": options.torch_index if file.endswith("cpu") else None}
@@ -121,24 +121,24 @@ def build(options: argparse.Namespace, image: str, file: str, target: str, base:
     config = inspect(image)
     print(f"{time.monotonic() - started:.0f} s; {config['Size'] / 1e6:.0f} MB")
     demand(config["Config"]["User"].startswith(str(USER)), f"runs as {config['Config']['User']}")
-    demand(config["Labels"]["org.opencontainers.image.version"] == version, "a wrong version on its label")
+    demand(config["Labels"]["org.opencontainers.image.version"] == version, "its version label is not pyproject.toml's")
 
 
 def contents() -> None:
-    """What must not be in the images."""
-    section("What the images hold")
+    """Check that the images lack pip, a compiler and, for data preparation, PyTorch."""
+    section("Contents of the images")
     program = (
         "import importlib.util, shutil; "
         "print(*(n for n in ('torch', 'pip') if importlib.util.find_spec(n)), shutil.which('gcc') or '-')"
     )
     for image, expected in {"lambert-prepare": "-", "lambert-train-cpu": "torch -"}.items():
         found = podman("run", "--rm", *LOCKED, "--entrypoint", "python", image, "-c", program).strip()
-        demand(found == expected, f"of torch, pip and gcc {image} has {found}")
-        print(f"{image}: of torch, pip and gcc only {found}")
+        demand(found == expected, f"of torch, pip and gcc, {image} contains {found}")
+        print(f"{image}: of torch, pip and gcc, contains {found}")
 
 
 def prepare(work: Path) -> None:
-    """A vocabulary and shards, in the image that has no PyTorch."""
+    """Make a vocabulary and shards in the image without PyTorch."""
     section("Shards")
     mounts = (f"--volume={work / 'corpus'}:/corpus:ro", f"--volume={work / 'data'}:/data:U")
     begin = ("run", "--rm", *LOCKED, *mounts, "lambert-prepare")
@@ -149,7 +149,7 @@ def prepare(work: Path) -> None:
 
 
 def train(work: Path, image: str) -> None:
-    """Two ranks; a stop by SIGTERM; on to the end; and a configuration that is refused."""
+    """Train on two ranks, stop by SIGTERM, resume to the end; then try a configuration that must be refused."""
     section(f"Train in {image}")
     runs = work / image
     runs.mkdir()
@@ -164,29 +164,29 @@ def train(work: Path, image: str) -> None:
     with started(*begin) as made:
         wait_for(lambda: last_step(runs) >= 30, made)
         podman("healthcheck", "run", made)
-        print(f"at step {last_step(runs)}, and healthy")
+        print(f"at step {last_step(runs)}: healthy")
         podman("stop", "--time", STOP_WITHIN, made)
         code, end = ended(made, runs)
         print(f"stopped: code {code}, {end}")
         demand(code == STOPPED and end["how"] == "stopped" and 30 <= end["step"] < STEPS, logs(made))
     saved = [path.name for path in (runs / "check").glob("step-*")]
-    demand(any(int(name.partition("-")[2]) == end["step"] for name in saved), f"no checkpoint of it: {saved}")
+    demand(any(int(name.partition("-")[2]) == end["step"] for name in saved), f"no checkpoint at that step: {saved}")
 
     with started(*begin) as made:
         wait_for(lambda: not running(made), made)
         code, last = ended(made, runs)
-        print(f"started again: code {code}, {last}")
+        print(f"restarted: code {code}, {last}")
         demand(code == DONE and last == {"how": "done", "step": STEPS}, logs(made))
-        demand(f"at step {end['step']}" in logs(made), "it did not go on from the checkpoint:\n" + logs(made))
+        demand(f"at step {end['step']}" in logs(made), "the run did not continue from the checkpoint:\n" + logs(made))
 
     refused = podman("run", "--rm", *begin, "--set", "optimizer.name=sgd", code=REFUSED)
     demand("optimizer.name: 'sgd' is not one of" in refused, refused)
-    print(f"a configuration that is wrong: code {REFUSED}, {refused.strip().splitlines()[-1].strip()}")
+    print(f"invalid configuration: code {REFUSED}, {refused.strip().splitlines()[-1].strip()}")
 
 
 @contextmanager
 def started(*words: object) -> Iterator[str]:
-    """A container that runs in the background; removed at the end, whatever comes."""
+    """Run a container in the background; always removes it at the end."""
     made = podman("run", "--detach", *words).strip()
     try:
         yield made
@@ -195,10 +195,10 @@ def started(*words: object) -> Iterator[str]:
 
 
 def bill_of_materials(options: argparse.Namespace) -> None:
-    """An SBOM of each image, by one command on its archive."""
-    section("What is in them: SPDX")
+    """Write an SBOM of each image from its archive."""
+    section("SBOMs (SPDX)")
     if options.syft is None:
-        print("left out: there is no syft on the PATH, and --syft names none")
+        print("skipped: syft is not on the PATH; name it with --syft")
         return
     for image in ("lambert-prepare", "lambert-train-cpu", "lambert"):
         archive, file = options.work / f"{image}.tar", options.work / "sbom" / f"{image}.spdx.json"
@@ -208,46 +208,46 @@ def bill_of_materials(options: argparse.Namespace) -> None:
         packages = json.loads(file.read_text())["packages"]
         addresses = [ref["referenceLocator"] for package in packages for ref in package.get("externalRefs", ())]
         counts = {kind: sum(address.startswith(f"pkg:{kind}/") for address in addresses) for kind in ("pypi", "deb")}
-        print(f"{file.name}: {len(packages)} packages, {counts['pypi']} of Python's, {counts['deb']} of Debian's")
-        demand(any("pkg:pypi/tokenizers@" in address for address in addresses), "tokenizers is not among them")
+        print(f"{file.name}: {len(packages)} packages, {counts['pypi']} from PyPI, {counts['deb']} from Debian")
+        demand(any("pkg:pypi/tokenizers@" in address for address in addresses), "the SBOM does not list tokenizers")
 
 
 def last_step(runs: Path) -> int:
-    """The last step that the run has told of."""
+    """Return the last step that the run has logged."""
     path = runs / "check/metrics.jsonl"
     steps = re.findall(r'"step": (\d+)', path.read_text()) if path.exists() else []
     return int(steps[-1]) if steps else 0
 
 
 def running(container: str) -> bool:
-    """Whether it has not ended."""
+    """Whether a container is still running."""
     return bool(inspect(container)["State"]["Running"])
 
 
 def ended(container: str, runs: Path) -> tuple[int, dict[str, Any]]:
-    """Its exit code, and what its marker says."""
+    """Return a container's exit code and the contents of ended.json."""
     return inspect(container)["State"]["ExitCode"], json.loads((runs / "check/ended.json").read_text())
 
 
 def logs(container: str) -> str:
-    """What it printed."""
+    """Return a container's output."""
     return run("podman", "logs", container, merged=True)
 
 
 def inspect(thing: str) -> dict[str, Any]:
-    """What podman knows of an image or a container."""
+    """Return podman's description of an image or container."""
     return dict(json.loads(podman("inspect", thing, shown=False))[0])
 
 
 def default_base(file: str) -> str:
-    """The base that a Dockerfile names."""
+    """Return the default base of a Dockerfile."""
     found = re.search(r"^ARG BASE=(.+)$", (ROOT / "docker" / file).read_text(), re.MULTILINE)
     assert found
     return found[1]
 
 
 def wait_for(done: Callable[[], bool], container: str) -> None:
-    """Until ``done()``; fails with its output where the container ends before, or after half an hour."""
+    """Wait until ``done()``. Fails with the container's output if it ends first, or after half an hour."""
     deadline = time.monotonic() + 1800
     while not done():
         demand(time.monotonic() < deadline, logs(container))
@@ -256,45 +256,45 @@ def wait_for(done: Callable[[], bool], container: str) -> None:
 
 
 def podman(*words: object, code: int = 0, shown: bool = True) -> str:
-    """Run a command of podman, which must end with ``code``; what it prints."""
+    """Run a podman command, which must exit with ``code``; returns its output."""
     if shown:
         print("$ " + shlex.join(["podman", *map(str, words)]), flush=True)
     return run("podman", *words, code=code, merged=code != 0)
 
 
 def run(*words: object, code: int = 0, merged: bool = False) -> str:
-    """Run a program, which must end with ``code``; its standard output, and ``merged`` its errors, too."""
+    """Run a program, which must exit with ``code``. Returns its output, with standard error if ``merged``."""
     errors = subprocess.STDOUT if merged else subprocess.PIPE
     done = subprocess.run([*map(str, words)], stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
-    demand(done.returncode == code, f"code {done.returncode}, not {code}:\n{done.stdout}{done.stderr or ''}")
+    demand(done.returncode == code, f"exit code {done.returncode}, expected {code}:\n{done.stdout}{done.stderr or ''}")
     return done.stdout
 
 
 def remove(folder: Path) -> None:
-    """Remove what containers wrote; where the user is not root, their users are not theirs."""
+    """Remove files that containers wrote. Without root, they belong to other users outside podman's namespace."""
     subprocess.run([*(["podman", "unshare"] if os.geteuid() else []), "rm", "-rf", folder], check=True)
 
 
 def demand(fact: bool, otherwise: str) -> None:
-    """End the program where something is not as it must be."""
+    """End the program with an error unless ``fact`` holds."""
     if not fact:
         raise SystemExit(f"check: error: {otherwise}")
 
 
 def section(title: str) -> None:
-    """Say what comes next."""
+    """Print a section title."""
     print(f"\n== {title}", flush=True)
 
 
 def read_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Build Lambert's images and run them, with podman.")
-    parser.add_argument("--base", help="for Dockerfile.cpu and the stand-in: Debian's or like it (default: its own)")
-    parser.add_argument("--gpu-base", help="for Dockerfile; its runs are on CPUs all the same (default: a stand-in)")
-    parser.add_argument("--torch-index", help='where PyTorch for CPUs is; "" where pip knows by itself')
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Build Lambert's images and run them with podman.")
+    parser.add_argument("--base", help="Debian-like base of Dockerfile.cpu and the stand-in (default: its own)")
+    parser.add_argument("--gpu-base", help="base of Dockerfile; still runs on CPUs (default: a stand-in)")
+    parser.add_argument("--torch-index", help='index of CPU-only PyTorch; "" uses pip\'s own configuration')
     parser.add_argument("--build-option", action="append", default=[], metavar="X", help="for podman build; repeatable")
-    parser.add_argument("--syft", default=shutil.which("syft"), help="the program that lists packages")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs/containers", help="a folder, made anew")
+    parser.add_argument("--syft", default=shutil.which("syft"), help="path of syft (default: from the PATH)")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs/containers", help="work folder; deleted first")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
-"""What an image installs: python3 docker/requirements.py names|pins, in the folder of pyproject.toml.
+"""Lists what an image installs: python3 docker/requirements.py names|pins, in the folder of pyproject.toml.
 
-names    what Lambert needs, as pyproject.toml says
-pins     the lines of requirements.lock whose package is not installed here: pip's constraints. What a base image
-         brings stays as it is, and what it lacks comes in the version that Lambert was tested with
+names    Lambert's dependencies, from pyproject.toml
+pins     the lines of requirements.lock for packages that are not installed yet, as constraints for pip. Packages of
+         the base image stay unchanged; missing ones get the version that Lambert was tested with
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pathlib import Path
 
 
 def names(pyproject: str) -> list[str]:
-    """The requirements of a pyproject.toml."""
+    """Return the dependencies in a pyproject.toml."""
     return list(tomllib.loads(pyproject)["project"]["dependencies"])
 
 
 def pins(lock: str, installed: Iterable[str]) -> list[str]:
-    """The lines ``name==version`` of a lock whose package is not among the installed."""
+    """Return the ``name==version`` lines of a lock for packages that are not installed."""
     there = {normal(name) for name in installed}
     lines = [line for line in lock.splitlines() if line and not line.startswith("#")]
     return [line for line in lines if normal(line.partition("==")[0]) not in there]
 
 
 def normal(name: str) -> str:
-    """A package's name as all its spellings are compared."""
+    """Normalize a package name, so that different spellings compare equal."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def main(arguments: list[str]) -> int:
-    """Print the list that is asked for; returns the exit code."""
+    """Print the requested list; returns the exit code."""
     match arguments:
         case ["names"]:
             print(*names(Path("pyproject.toml").read_text(encoding="utf-8")), sep="\n")
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
             installed = [distribution.metadata["Name"] for distribution in distributions()]
             print(*pins(Path("requirements.lock").read_text(encoding="utf-8"), installed), sep="\n")
         case _:
-            print("requirements: error: say names or pins", file=sys.stderr)
+            print("requirements: error: wrong arguments: give names or pins", file=sys.stderr)
             return 2
     return 0
 

@@ -192,7 +192,7 @@ def test_what_a_base_image_has_stays_and_the_rest_is_pinned(tmp_path: Path) -> N
     (tmp_path / "site/Typing.Extensions-1.0.dist-info/METADATA").write_text("Name: Typing.Extensions\nVersion: 1.0\n")
     assert requirements(tmp_path, "pins") == ["PyYAML==6.0.4"]
     assert requirements(tmp_path, "names") == ["deepspeed==0.19.8", "torch>=2.11,<2.14"]
-    assert "say names or pins" in requirements(tmp_path, "pin")[0]
+    assert "give names or pins" in requirements(tmp_path, "pin")[0]
 
 
 def test_the_check_knows_the_trainer_s_exit_codes() -> None:

@@ -18,11 +18,11 @@ REFUSALS = [  # an example, what is changed in it, and the beginning of the line
     ("job", "nodes=0", "at '/nodes': minimum: got 0, want 1"),
     ("job", "nodse=2", "at '': additional properties 'nodse' not allowed"),
     ("job", "kind=pytorchjob", "at '/kind': value must be one of"),
-    ("job", "shm=300Gi", "shm is 300Gi, and counts against resources.memory, 256Gi: "),
+    ("job", "shm=300Gi", "shm is 300Gi, but counts against resources.memory, 256Gi: "),
     ("job", "image.repository=null", "image.repository is missing: "),
-    ("job", "env.PET_NNODES=3", "env.PET_NNODES: a pod's place in the run is set for it: "),
-    ("job", "env.WORLD_SIZE=3", "env.WORLD_SIZE: a pod's place in the run is set for it: "),
-    ("job", "env.TMPDIR=/data", "env.TMPDIR: the chart points it to what can be written: "),
+    ("job", "env.PET_NNODES=3", "env.PET_NNODES: the chart sets a pod's place in the run: "),
+    ("job", "env.WORLD_SIZE=3", "env.WORLD_SIZE: the chart sets a pod's place in the run: "),
+    ("job", "env.TMPDIR=/data", "env.TMPDIR: the chart points it to a writable path: "),
     ("job", "stepSeconds=null", "stepSeconds and saveSeconds are missing: "),
     ("job", "evaluationSeconds=null", "evaluationSeconds is missing, but a phase has held-out shards: "),
     ("job", "saveSeconds=null", "stepSeconds and saveSeconds are missing: "),
@@ -37,52 +37,52 @@ REFUSALS = [  # an example, what is changed in it, and the beginning of the line
         "run.checkpoint.every_steps=200",
         "200 steps of run.checkpoint.every_steps take 2400 seconds, more than maxLostSeconds, 1800: ",
     ),
-    ("job", "run.checkpoint=null", "run.checkpoint is no mapping: "),
+    ("job", "run.checkpoint=null", "run.checkpoint is not a mapping: "),
     ("job", "runs.accessMode=ReadWriteOnce", "runs.accessMode is ReadWriteOnce, but nodes is 2: "),
     ("job", "--set-json=run={}", "run is empty: "),
     ("job", "run.run.name=", "run.run.name is missing: "),
-    ("job", "run.phases=null", "run.phases is no list of phases: "),
+    ("job", "run.phases=null", "run.phases is not a list of phases: "),
     ("job", "run.run.seed=9007199254740994", "run.run.seed is above 2^53, where Helm rounds numbers: "),
-    ("job", "run.run.folder=/data/run", "run.run.folder is /data/run: it must lie under runs.path, /runs, "),
+    ("job", "run.run.folder=/data/run", "run.run.folder is /data/run: it must be under runs.path, /runs, "),
     (
         "job",
         "run.run.folder=/runs/../data/run",
-        "run.run.folder is /runs/../data/run: it must lie under runs.path, /runs, ",
+        "run.run.folder is /runs/../data/run: it must be under runs.path, /runs, ",
     ),
     ("job", "run.run.device=cpu", "run.run.device is cpu, but gpus is 8: "),
     ("trainjob", "run.run.device=cuda", "run.run.device is cuda, but gpus is 0: "),
-    ("job", "run.run.ranks=8", "run.run.ranks is 8, but nodes and their ranks make 16: "),
+    ("job", "run.run.ranks=8", "run.run.ranks is 8, but nodes × ranks per node is 16: "),
     ("job", "run.metrics.port=9000", "run.metrics.port is 9000, but metricsPort is 9464: "),
-    ("job", "run.phases[0].train=data/train", "run.phases.0.train is data/train: shards must lie under data.path, "),
+    ("job", "run.phases[0].train=data/train", "run.phases.0.train is data/train: shards must be under data.path, "),
     ("job", "data.claim=null", "run.phases.0.train is /data/train-128, but data.claim is missing: "),
     (
         "jobset",
         "--set-json=networkPolicy.egress=[]",
-        "run.phases.0.train is s3://corpus/train-128, but networkPolicy.egress lets no pod out: ",
+        "run.phases.0.train is s3://corpus/train-128, but networkPolicy.egress allows no outside connection: ",
     ),
     ("jobset", "shardCache=70Gi", "run.cache.gigabytes does not fit into shardCache, 70Gi: "),
     (
         "jobset",
         "networkPolicy.monitoringNamespace=null",
-        "monitoring.podMonitor is on, but networkPolicy.monitoringNamespace lets nobody scrape: ",
+        "monitoring.podMonitor is on, but networkPolicy.monitoringNamespace is null: ",
     ),
     ("data_prep", "--set-json=dataPrep.commands=[]", "dataPrep.commands is empty: "),
     ("data_prep", "data.claim=null", "data.claim is missing: "),
     (
         "data_prep",
         "--set-json=networkPolicy.egress=[]",
-        "dataPrep.commands holds an address, but networkPolicy.egress lets no pod out: ",
+        "dataPrep.commands contains an address, but networkPolicy.egress allows no outside connection: ",
     ),
     ("data_prep", "dataPrep.repository=null,image.repository=null", "dataPrep.repository is missing: "),
     (
         "data_prep",
         "dataPrep.commands[0][0]=vocab",
-        "dataPrep.commands: vocab makes its folder once, and a pod that starts again would be refused: ",
+        "dataPrep.commands: a restarted pod could not run vocab again, since its folder would exist: ",
     ),
 ]
 NAMES = [  # of the release
-    ("2nd", "the release is named 2nd: a name in DNS takes letters, digits and -, a letter first"),
-    ("b" * 49, "the release's name is 1 characters too long: pods would be named b"),
+    ("2nd", "the release is named 2nd: use lowercase letters, digits and -, with a letter first"),
+    ("b" * 49, "the release's name is 1 characters too long: shorten it, since pods would be named b"),
 ]
 
 
@@ -110,11 +110,11 @@ def test_a_name_that_pods_cannot_have_is_refused(name: str, line: str) -> None:
 
 def test_a_text_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("run: {name", encoding="utf-8")
-    assert "run is no YAML: " in refused("job", f"--set-file=run={tmp_path / 'run.yaml'}")
+    assert "run is not valid YAML: " in refused("job", f"--set-file=run={tmp_path / 'run.yaml'}")
 
 
 def test_every_refusal_is_tested() -> None:
-    lines = [line for _, _, line in REFUSALS] + [line for _, line in NAMES] + ["run is no YAML: "]
+    lines = [line for _, _, line in REFUSALS] + [line for _, line in NAMES] + ["run is not valid YAML: "]
     texts = [path.read_text(encoding="utf-8") for path in (helm.CHART / "templates").iterdir()]
     wanted = re.findall(r'\bfail \(?(?:printf )?"(.+?)"(?: |\)| -)', "".join(texts))
     assert len(wanted) == "".join(texts).count("{{- fail ")

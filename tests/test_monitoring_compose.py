@@ -73,7 +73,7 @@ def test_without_a_secret_it_does_not_start(missing: str) -> None:
     for given in ({**FILES, missing: ""}, {name: file for name, file in FILES.items() if name != missing}):
         done = compose(given, "config", "--quiet")
         assert done.returncode != 0
-        assert re.search(rf"{missing} is missing a value: make a file with .+, and name it here\n$", done.stderr)
+        assert re.search(rf"{missing} is missing a value: write .+ to a file, and put its path here\n$", done.stderr)
 
 
 def test_grafana_takes_its_password_from_the_file_alone(services: Json) -> None:

@@ -1,7 +1,7 @@
-"""The whole line on a small corpus, for real: ``make demo``.
+"""Runs the whole pipeline on a small corpus: ``make demo``.
 
 Text → vocabulary → shards → two ranks under the ``deepspeed`` launcher → SIGKILL → resume → evaluation →
-Hugging Face export → pictures. Every stage is a command that a user would type, and is shown as one.
+Hugging Face export → plots. Every stage is a command that a user could type, and is printed as one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CORPUS = Path("deploy/demo/corpus")
 CONFIG = Path("deploy/configs/demo.yaml")
 ROOT = Path("runs/demo")
 RUN, SHARDS, VOCABULARY, EXPORT = ROOT / "run", ROOT / "shards", ROOT / "tokenizer", ROOT / "bert-demo"
-LENGTHS = {32: 10, 64: 5}  # sequence length of each phase: duplicates of the corpus, each with its own masks
-KILL_AFTER = 60  # steps past a checkpoint: all of them are trained again after the kill, and compared
-MARGIN = 0.5  # nats by which the model must beat word frequencies, and itself without its context
+LENGTHS = {32: 10, 64: 5}  # sequence length of each phase: copies of the corpus, each with its own masks
+KILL_AFTER = 60  # steps past a checkpoint; all are trained again after the kill and compared
+MARGIN = 0.5  # nats by which the model must beat word frequencies, and itself on shuffled context
 METRICS = "http://127.0.0.1:9464/metrics"
 SENTENCES = (
     "Sherlock Holmes sat in his [MASK], and looked at the fire.",
@@ -51,26 +51,26 @@ def main() -> int:
     compare(killed_at)
     evaluate()
     export()
-    section("Pictures")
+    section("Plots")
     command("python", "-m", "trainer.report", RUN)
-    section(f"Done in {time.monotonic() - started:.0f} s. Where everything is")
+    section(f"Done in {time.monotonic() - started:.0f} s. Where to find everything")
     for path, text in {
         VOCABULARY: "the WordPiece vocabulary, loadable by transformers",
         SHARDS: "the WebDataset shards, each folder with its manifest",
         RUN / "config.yaml": "the run's resolved configuration",
-        RUN / "metrics.jsonl": "every step's numbers",
-        RUN / "report.png": "the pictures",
+        RUN / "metrics.jsonl": "the metrics of every step",
+        RUN / "report.png": "the plots",
         RUN: "the checkpoints, step-…",
-        ROOT / "evaluation.json": "the held-out figures",
+        ROOT / "evaluation.json": "the held-out metrics",
         EXPORT: 'the trained model: transformers.BertForPreTraining.from_pretrained("' + str(EXPORT) + '")',
-        ROOT / "launcher.log": "what the launcher said",
+        ROOT / "launcher.log": "the launcher's output",
     }.items():
         print(f"  {path!s:32} {text}")
     return 0
 
 
 def prepare() -> None:
-    """Train the vocabulary, build train and held-out shards of both lengths, verify them."""
+    """Train the vocabulary, then build and verify training and held-out shards of both lengths."""
     section("Vocabulary and shards")
     command(
         *("python", "-m", "data_prep", "vocab", "--input", CORPUS, "--where", "split=train"),
@@ -87,9 +87,9 @@ def prepare() -> None:
 
 
 def train_until_killed() -> int:
-    """Train until KILL_AFTER steps past the second checkpoint, then SIGKILL launcher and ranks.
+    """Train until KILL_AFTER steps past the second checkpoint, then SIGKILL the launcher and the ranks.
 
-    Returns the last step whose numbers reached the disk.
+    Returns the last step whose metrics reached the disk.
     """
     section("Training")
     process = launch()
@@ -115,19 +115,19 @@ def train_until_killed() -> int:
 
 
 def resume() -> None:
-    """Start the same command again and let it end by itself."""
+    """Run the same command again to its end."""
     section("Resuming with the same command")
     process = launch()
     try:
         if process.wait() != 0:
             raise SystemExit("demo: error: the resumed run failed; see the lines above")
     finally:
-        if process.poll() is None:  # Ctrl-C: the ranks are in a process group of their own
+        if process.poll() is None:  # Ctrl-C: the ranks are in their own process group
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def compare(killed_at: int) -> None:
-    """Show that the steps trained twice, before the kill and after the resume, are the same."""
+    """Show that the steps trained twice, before the kill and after the resume, are identical."""
     section("Killed and resumed equals never killed")
     steps = [line for line in read_lines(RUN / "metrics.jsonl") if line["event"] == "step"]
     before = {line["step"]: line for line in steps if line["restarts"] == 0}
@@ -139,42 +139,40 @@ def compare(killed_at: int) -> None:
     names = ("loss", "mlm_loss", "nsp_loss", "gradient_norm", "position")
     same = [step for step in both if all(before[step][name] == after[step][name] for name in names)]
     print(
-        f"  {len(same)} of {len(both)} steps, the last {killed_at}: loss, gradient norm and data position bit for bit"
+        f"  {len(same)} of {len(both)} steps up to {killed_at}: loss, gradient norm and data position match bit for bit"
     )
     if len(same) < len(both):
-        raise SystemExit("demo: error: the resumed run is not the run that was killed")
+        raise SystemExit("demo: error: the resumed run differs from the run that was killed; see the steps above")
 
 
 def evaluate() -> None:
-    """Held-out figures, and whether the model has learnt from context."""
+    """Print the held-out metrics, and check that the model learned from context."""
     section("Held-out evaluation")
     shards = ("--heldout", SHARDS / "heldout-64", "--train", SHARDS / "train-64")
     out = command("python", "-m", "trainer.evaluate", "--checkpoint", RUN, *shards, quiet=True)
     (ROOT / "evaluation.json").write_text(out, encoding="utf-8")
     figures: Record = json.loads(out)
     print(f"  NSP   accuracy {figures['nsp_accuracy']:.1%}, loss {figures['nsp_loss']:.3f}")
-    print(f"  MLM   accuracy {figures['mlm_accuracy']:.1%}, loss {figures['mlm_loss']:.3f} nats over all targets")
-    print("  where [MASK] stands, and only context can tell:")
+    print(f"  MLM   accuracy {figures['mlm_accuracy']:.1%}, loss {figures['mlm_loss']:.3f} nats over all masked tokens")
+    print("  on [MASK] tokens, where only context helps:")
     print(f"        {figures['mask_loss']:.3f} nats  the model")
     print(f"        {figures['mask_unigram_entropy']:.3f} nats  word frequencies alone")
     print(f"        {figures['mask_loss_shuffled']:.3f} nats  the model, other tokens shuffled")
     if figures["mask_loss"] + MARGIN > min(figures["mask_unigram_entropy"], figures["mask_loss_shuffled"]):
-        raise SystemExit(
-            f"demo: error: the model is not {MARGIN} nats better than both: it has not learnt from context"
-        )
+        raise SystemExit(f"demo: error: the model does not beat both by {MARGIN} nats: it did not learn from context")
 
 
 def export() -> None:
-    """Write the Hugging Face folder, prove it, and fill masks with it."""
+    """Write the Hugging Face folder, verify it, and fill masks with it."""
     section("Hugging Face export")
     command("python", "-m", "trainer.export", "--checkpoint", RUN, "--out", EXPORT)
     command("python", "-m", "trainer.fill_mask", "--model", EXPORT, *SENTENCES)
 
 
 def launch() -> subprocess.Popen[bytes]:
-    """Start the run under DeepSpeed's launcher, in a process group of its own.
+    """Start the run under DeepSpeed's launcher, in its own process group.
 
-    Lambert's own lines are shown; all lines go to launcher.log.
+    Prints Lambert's own lines; all lines go to launcher.log.
     """
     ranks = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
     arguments = ["deepspeed", "--num_accelerators", str(ranks), "--module", "trainer", "--config", str(CONFIG)]
@@ -186,7 +184,7 @@ def launch() -> subprocess.Popen[bytes]:
 
 
 def show(stream: IO[bytes]) -> None:
-    """Print the lines of Lambert among the launcher's, and keep all of them."""
+    """Print Lambert's lines from the launcher's output, and log all of them."""
     with (ROOT / "launcher.log").open("ab") as log:
         for line in stream:
             log.write(line)
@@ -196,12 +194,12 @@ def show(stream: IO[bytes]) -> None:
 
 
 def scrape(name: str) -> str:
-    """One series of the running trainer, as Prometheus would read it."""
+    """Return one series of the running trainer, as Prometheus would read it."""
     with urllib.request.urlopen(METRICS, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     found = next((line for line in lines if line.startswith(f"{name}{{")), "")
     if not found:
-        raise SystemExit(f"demo: error: {METRICS} does not tell {name}")
+        raise SystemExit(f"demo: error: {METRICS} has no series {name}")
     return found
 
 
@@ -210,7 +208,7 @@ def section(title: str) -> None:
 
 
 def command(*arguments: object, quiet: bool = False) -> str:
-    """Show a command, run it, end the demo if it fails; returns its standard output when ``quiet``."""
+    """Print a command and run it; end the demo if it fails. Returns its standard output if ``quiet``."""
     texts = [str(argument) for argument in arguments]
     print("$ " + " ".join(f'"{t}"' if " " in t else t for t in texts), flush=True)
     done = subprocess.run(texts, stdout=subprocess.PIPE if quiet else None, check=False)

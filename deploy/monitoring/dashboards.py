@@ -1,6 +1,6 @@
-"""Grafana's dashboards out of the tables beside: ``python -m deploy.monitoring.dashboards`` writes them all.
+"""Generates Grafana's dashboards from tables.py and gpus.py: ``python -m deploy.monitoring.dashboards``.
 
-The JSON is Grafana's classic model, which Grafana 11 and later load from disk. It is generated, and not edited.
+The JSON is Grafana's classic model, which Grafana 11 and later load from disk. Do not edit it by hand.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FOLDER = Path(__file__).parent / "dashboards"
 COUNTERS = FOLDER.parent / "dcgm.csv"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
-HEIGHTS = {"stat": 4, "table": 6, "state-timeline": 6}  # of Grafana's units; 8 for the rest
-SCHEMA = 39  # of Grafana 11.0; later ones migrate it
+HEIGHTS = {"stat": 4, "table": 6, "state-timeline": 6}  # in grid units; other kinds are 8 high
+SCHEMA = 39  # Grafana 11.0's; later versions migrate it
 NO_VALUES = {"id": "organize", "options": {"excludeByName": {"Time": True, "Value": True, "__name__": True}}}
-LINKS = {  # to all dashboards with the tag, for the same run and the same time
+LINKS = {  # to all dashboards with the tag, keeping the run and the time range
     "type": "dashboards",
     "title": "Lambert",
     "tags": ["lambert"],
@@ -36,14 +36,14 @@ Json = dict[str, Any]
 
 
 class Variable(NamedTuple):
-    """A choice on top of the page."""
+    """A drop-down at the top of the page."""
 
     query: str
-    all: bool  # whether one may choose all of them at once, as is the case at first
+    all: bool  # whether "All" can be chosen; it is then the default
 
 
 class Dashboard(NamedTuple):
-    """``uid`` is in links and bookmarks: it never changes."""
+    """A page of panels. ``uid`` is in links and bookmarks, so it never changes."""
 
     uid: str
     title: str
@@ -57,7 +57,7 @@ VARIABLES = {
     "rank": Variable('label_values(lambert_rank_info{run="$run"}, rank)', True),
     "dataset": Variable("label_values(lambert_prep_build_info, dataset)", False),
 }
-# Marks on the time axis. The first compares with the last hour, since a run may come back at another instance.
+# Annotations on the time axis. Restarts looks back an hour, since a run may come back on another instance.
 MARKS = {
     "Restarts": (
         'max by (run) (lambert_restarts{run="$run"}) '
@@ -71,19 +71,19 @@ DASHBOARDS = {
         "lambert-overview", "Lambert: run", "Is it running, learning, fast and safe?", ("run",), OVERVIEW
     ),
     "nodes": Dashboard(
-        "lambert-nodes", "Lambert: nodes and stragglers", "Who holds the others up?", ("run", "rank"), NODES
+        "lambert-nodes", "Lambert: nodes and stragglers", "Which rank or node slows the run?", ("run", "rank"), NODES
     ),
     "data_prep": Dashboard(
         "lambert-data-prep", "Lambert: data preparation", "How far is the build?", ("dataset",), DATA_PREP
     ),
     "gpu": Dashboard(
-        "lambert-gpu", "Lambert: GPUs", "Are the run's GPUs busy and well? Needs dcgm-exporter.", ("run", "rank"), GPUS
+        "lambert-gpu", "Lambert: GPUs", "Are its GPUs busy and healthy? Needs dcgm-exporter.", ("run", "rank"), GPUS
     ),
 }
 
 
 def page(made: Dashboard) -> Json:
-    """A dashboard as Grafana has it."""
+    """Build a dashboard's JSON."""
     on_runs = "run" in made.variables
     return {
         "uid": made.uid,
@@ -92,7 +92,7 @@ def page(made: Dashboard) -> Json:
         "tags": ["lambert"],
         "schemaVersion": SCHEMA,
         "editable": True,
-        "graphTooltip": 1,  # one cross hair on all panels
+        "graphTooltip": 1,  # a crosshair shared by all panels
         "refresh": "30s",
         "time": {"from": "now-6h", "to": "now"},
         "templating": {"list": [datasource(), *(variable(name) for name in made.variables)]},
@@ -103,28 +103,28 @@ def page(made: Dashboard) -> Json:
 
 
 def datasource() -> Json:
-    """The choice of a Prometheus: no panel names one."""
+    """Build the variable that selects the Prometheus; no panel names one directly."""
     return {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
 
 
 def variable(name: str) -> Json:
-    """Looked up anew whenever the time range changes, so that a run of last week is found there."""
+    """Build a query variable. It refreshes with the time range, so last week's runs are listed too."""
     query, may_be_all = VARIABLES[name]
     chosen = {"current": {"text": ["All"], "value": ["$__all"]}, "multi": True, "allValue": ".*"} if may_be_all else {}
     return {
         "name": name,
         "type": "query",
         "datasource": SOURCE,
-        "query": {"query": query, "refId": name, "qryType": 1},  # 1: the values of a label
+        "query": {"query": query, "refId": name, "qryType": 1},  # 1: label values
         "refresh": 2,
-        "sort": 3 if name == "rank" else 1,  # by number; by name
+        "sort": 3 if name == "rank" else 1,  # 3: numerically; 1: by name
         "includeAll": may_be_all,
         **chosen,
     }
 
 
 def mark(name: str) -> Json:
-    """Lines across all panels where an expression has a value."""
+    """Build an annotation: lines across all panels wherever its expression has a value."""
     expr, colour = MARKS[name]
     return {
         "name": name,
@@ -138,7 +138,7 @@ def mark(name: str) -> Json:
 
 
 def place(rows: Rows) -> list[Json]:
-    """The panels from left to right and from top to bottom, each row of the table under its title."""
+    """Lay out the panels left to right, top to bottom, each row under its title."""
     placed: list[Json] = []
     top = 0
     for title, panels in rows.items():
@@ -158,7 +158,7 @@ def place(rows: Rows) -> list[Json]:
 
 
 def draw(panel: Panel) -> Json:
-    """A panel without its place."""
+    """Build a panel's JSON, without its position."""
     runbooks = "  \n".join(f"Alert {alert}: docs/runbooks/{alert}.md" for alert in panel.alerts.split())
     return {
         "type": panel.kind,
@@ -173,7 +173,7 @@ def draw(panel: Panel) -> Json:
 
 
 def target(panel: Panel, index: int, legend: str) -> Json:
-    """A query: of the whole time range for what has a time axis, else of now."""
+    """Build a query: over the time range for panels with a time axis, otherwise for now."""
     ranged = panel.kind in ("timeseries", "state-timeline")
     return {
         "refId": chr(ord("A") + index),
@@ -187,7 +187,7 @@ def target(panel: Panel, index: int, legend: str) -> Json:
 
 
 def field(panel: Panel) -> Json:
-    """How values look. What has no dimension finds its own axis; the rest begins at 0."""
+    """Build the display settings of values. The axis starts at 0, except for values without a unit."""
     found: Json = {"unit": panel.unit, "color": {"mode": "palette-classic"}}
     if panel.unit not in ("none", "sci"):
         found["min"] = 0
@@ -206,7 +206,7 @@ def field(panel: Panel) -> Json:
 
 
 def options(panel: Panel) -> Json:
-    """What is particular to a kind of panel."""
+    """Build the options specific to a kind of panel."""
     last = {"calcs": ["lastNotNull"], "fields": "", "values": False}
     match panel.kind:
         case "timeseries":
@@ -223,23 +223,23 @@ def options(panel: Panel) -> Json:
 
 
 def queries(dashboard: Json) -> list[tuple[str, str]]:
-    """Every query of a dashboard's JSON, with its panel's title, as Grafana would have it: variables and all."""
+    """List (panel title, query) for a dashboard's JSON, with variables not yet filled in."""
     return [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
 
 
 def substitute(expr: str, run: str = "", interval: str = "1m", dataset: str = "") -> str:
-    """``expr`` with its variables filled in as Grafana does, of all ranks."""
+    """Fill in the variables of ``expr`` as Grafana does, for all ranks."""
     known = {"run": run, "dataset": dataset, "rank": ".*", "__rate_interval": interval}
     return re.sub(r"\$(\w+)", lambda match: known.get(match[1], match[0]), expr)
 
 
 def text(name: str) -> str:
-    """The file of a dashboard."""
+    """Return the contents of a dashboard's file."""
     return json.dumps(page(DASHBOARDS[name]), indent=2, ensure_ascii=False) + "\n"
 
 
 def main() -> None:
-    """Write them all, and what the one of GPUs needs of dcgm-exporter."""
+    """Write all dashboards, and the counters file for dcgm-exporter that the GPU page needs."""
     COUNTERS.write_text(counters(), encoding="utf-8")
     FOLDER.mkdir(exist_ok=True)
     for name in DASHBOARDS:

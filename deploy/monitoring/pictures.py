@@ -1,4 +1,4 @@
-"""The dashboards' main queries as one picture, from a Prometheus, where no Grafana is at hand.
+"""Draws the main dashboard panels of a run into one PNG, from Prometheus and without Grafana.
 
 python -m deploy.monitoring.pictures http://localhost:9090 RUN OUT.png
 """
@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 
 import matplotlib
 
-matplotlib.use("Agg")  # draws to files: no screen is needed, or looked for
+matplotlib.use("Agg")  # draws to files and needs no display
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -28,7 +28,7 @@ from deploy.monitoring.dashboards import DASHBOARDS, MARKS, substitute
 from deploy.monitoring.panels import Panel
 from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
 
-SHOWN = {  # dashboard: titles of panels, in this order
+SHOWN = {  # dashboard: panel titles, in this order
     "overview": [
         "Loss of masked tokens",
         "Tokens",
@@ -39,46 +39,46 @@ SHOWN = {  # dashboard: titles of panels, in this order
     ],
     "nodes": ["Forward and backward", "Wait in the reduction"],
 }
-COLUMNS, SIZE, DPI = 2, (6.2, 2.5), 75  # inches of a panel
-POINTS = 300  # of a curve, at most
-SCRAPES = 4  # in a rate's window, as Grafana has it
+COLUMNS, SIZE, DPI = 2, (6.2, 2.5), 75  # inches per panel
+POINTS = 300  # maximum points per curve
+SCRAPES = 4  # scrapes per rate window, as in Grafana
 COLOURS = (BLUE, ORANGE, GREEN, ROSE, SKY, VIOLET, RED)
-UNITS = {"percentunit": "share", "none": "", "locale": "", "s": "seconds", "cps": "a second", "flops": "FLOP/s"}
+UNITS = {"percentunit": "share", "none": "", "locale": "", "s": "seconds", "cps": "per second", "flops": "FLOP/s"}
 LOOK = STYLE | {"font.size": 9, "legend.frameon": False, "legend.fontsize": 8}
 
 
 class Curve(NamedTuple):
     """One series."""
 
-    label: str  # in the legend
-    values: list[float]  # at each point of its span; NaN where there is none
+    label: str  # for the legend
+    values: list[float]  # one per point of the span; NaN if missing
 
 
 class Span(NamedTuple):
-    """The time that is asked for."""
+    """The time range to query."""
 
     start: float  # Unix time
-    step: float  # seconds between two points
+    step: float  # seconds between points
     points: int
-    window: int  # seconds, of a rate
+    window: int  # seconds of each rate window
 
     @property
     def asked(self) -> dict[str, float]:
-        """As Prometheus wants it."""
+        """Prometheus' query parameters for this range."""
         return {"start": self.start, "end": self.start + self.step * (self.points - 1), "step": self.step}
 
     @property
     def minutes(self) -> list[float]:
-        """Of each point, from the first on."""
+        """The points in minutes after the first."""
         return [number * self.step / 60 for number in range(self.points)]
 
 
 class PictureError(Exception):
-    """What a user can mend, in one line."""
+    """An error that the user can fix, in one line."""
 
 
 def ask(url: str, path: str, **parameters: object) -> Any:
-    """The data of an answer of Prometheus' API. Raises PictureError with its reason, or that of the network."""
+    """Query Prometheus' API and return the data. Raises PictureError with the reason it or the network gave."""
     address = f"{url.rstrip('/')}/api/v1/{path}?{urlencode(parameters)}"
     try:
         with urllib.request.urlopen(address, timeout=30) as answer:
@@ -86,16 +86,16 @@ def ask(url: str, path: str, **parameters: object) -> Any:
     except urllib.error.HTTPError as error:
         raise PictureError(f"{url}: {' '.join(error.read().decode(errors='replace').split())}") from None
     except (OSError, ValueError) as error:
-        raise PictureError(f"no Prometheus answers at {url} ({error}): give the address that its page has") from None
+        raise PictureError(f"no Prometheus answers at {url} ({error}): give the address of its web page") from None
 
 
 def life(url: str, run: str, scrape: float, hours: float) -> Span:
-    """From the first scrape of a run in the last ``hours`` to its last. Raises PictureError where there is none."""
-    step = max(scrape, hours * 3600 / 10_000)  # Prometheus has 11,000 points for an answer
+    """Return the span of a run's scrapes within the last ``hours``. Raises PictureError if there are none."""
+    step = max(scrape, hours * 3600 / 10_000)  # Prometheus returns at most 11,000 points
     asked = Span(time.time() - hours * 3600, step, int(hours * 3600 / step) + 1, 0).asked
     found = ask(url, "query_range", query=f'max by (run) (lambert_step{{run="{run}"}})', **asked)["result"]
     if not found:
-        raise PictureError(f"{url} has no run {run!r} in the last {hours:g} hours: look at its metric lambert_step")
+        raise PictureError(f"{url} has no run {run!r} in the last {hours:g} hours: lambert_step lists the runs")
     times = [float(at) for at, _ in found[0]["values"]]
     start, length = times[0] - step, times[-1] - times[0] + 2 * step
     step = max(scrape, length / POINTS)
@@ -103,13 +103,13 @@ def life(url: str, run: str, scrape: float, hours: float) -> Span:
 
 
 def chosen() -> list[Panel]:
-    """The panels SHOWN."""
+    """List the panels of SHOWN."""
     panels = {name: {each.title: each for row in DASHBOARDS[name].rows.values() for each in row} for name in SHOWN}
     return [panels[name][title] for name, titles in SHOWN.items() for title in titles]
 
 
 def curves(url: str, panel: Panel, run: str, span: Span) -> list[Curve]:
-    """All series of a panel's queries."""
+    """Fetch all series of a panel's queries."""
     found = []
     for legend, expr in panel.queries.items():
         query = substitute(expr, run, f"{span.window}s")
@@ -122,12 +122,12 @@ def curves(url: str, panel: Panel, run: str, span: Span) -> list[Curve]:
 
 
 def named(legend: str, labels: dict[str, str]) -> str:
-    """A legend with the labels' values in it."""
+    """Fill in a legend's labels."""
     return re.sub(r"{{(\w+)}}", lambda match: labels.get(match[1], ""), legend)
 
 
 def marks(url: str, run: str, span: Span) -> list[float]:
-    """Minutes at which the run was restarted, by the dashboards' own marks, each of which lasts for a while."""
+    """Return the minutes of the run's restarts: the first point of each restart annotation."""
     there = [False] * span.points
     for series in ask(url, "query_range", query=substitute(MARKS["Restarts"][0], run), **span.asked)["result"]:
         for at, _ in series["values"]:
@@ -136,7 +136,7 @@ def marks(url: str, run: str, span: Span) -> list[float]:
 
 
 def draw(axes: Axes, panel: Panel, found: list[Curve], span: Span) -> None:
-    """A panel into its axes, as Grafana would: areas on each other, lines, or bars for states."""
+    """Draw a panel as Grafana would: stacked areas, lines, or bars for states."""
     unit = UNITS.get(panel.unit, panel.unit.removeprefix("count:"))
     axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold")
     axes.set_title(unit, loc="right", color=FAINT, fontsize=9)
@@ -159,7 +159,7 @@ def draw(axes: Axes, panel: Panel, found: list[Curve], span: Span) -> None:
 
 
 def draw_states(axes: Axes, found: list[Curve], span: Span) -> None:
-    """A bar for each stretch of time in which a state had a value above 0."""
+    """Draw a bar for each period in which a state was above 0."""
     found = [curve for curve in found if any(value > 0 for value in curve.values)]
     for height, curve in enumerate(found):
         there = [minute for minute, value in zip(span.minutes, curve.values, strict=True) if value > 0]
@@ -170,7 +170,7 @@ def draw_states(axes: Axes, found: list[Curve], span: Span) -> None:
 
 
 def picture(url: str, run: str, out: Path, scrape: float = 15.0, hours: float = 24.0) -> None:
-    """Draw the panels SHOWN of a run into a PNG. Raises PictureError where there is nothing to draw."""
+    """Draw the panels in SHOWN of a run into a PNG. Raises PictureError if there is nothing to draw."""
     span, panels = life(url, run, scrape, hours), chosen()
     restarts = marks(url, run, span)
     with pyplot.rc_context(LOOK):
@@ -182,21 +182,21 @@ def picture(url: str, run: str, out: Path, scrape: float = 15.0, hours: float = 
             for minute in restarts:
                 axes.axvline(minute, color=INK, linestyle=":", linewidth=1)
         for axes in grid[-1]:
-            axes.set_xlabel("minutes; dotted: a restart" if restarts else "minutes")
+            axes.set_xlabel("minutes (dotted: a restart)" if restarts else "minutes")
         figure.savefig(out)
         pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Exit codes: 0 drawn; 2 something that a user can mend."""
-    parser = argparse.ArgumentParser(prog="pictures", description="Draw a run's main panels from a Prometheus.")
-    parser.add_argument("url", help="of Prometheus, such as http://localhost:9090")
-    parser.add_argument("run", help="its name")
-    parser.add_argument("out", type=Path, help="the PNG to write")
+    """Run the command line. Exit codes: 0 drawn; 2 an error that the user can fix."""
+    parser = argparse.ArgumentParser(prog="pictures", description="Draw a run's main dashboard panels from Prometheus.")
+    parser.add_argument("url", help="address of Prometheus, such as http://localhost:9090")
+    parser.add_argument("run", help="name of the run")
+    parser.add_argument("out", type=Path, help="PNG file to write")
     parser.add_argument(
-        "--scrape", type=float, default=15.0, metavar="SECONDS", help="between two scrapes (%(default)s)"
+        "--scrape", type=float, default=15.0, metavar="SECONDS", help="scrape interval (default: %(default)s)"
     )
-    parser.add_argument("--hours", type=float, default=24.0, help="that are looked back (%(default)s)")
+    parser.add_argument("--hours", type=float, default=24.0, help="how far to look back (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         picture(options.url, options.run, options.out, options.scrape, options.hours)

@@ -1,19 +1,19 @@
-{{- /* What the schema cannot say: each contradiction ends the installation, with one line. */ -}}
+{{- /* Checks beyond the schema: each contradiction stops the installation with one line. */ -}}
 {{- define "lambert.checks" -}}
 {{- $v := .Values -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) -}}
-{{- fail (printf "the release is named %s: a name in DNS takes letters, digits and -, a letter first" .Release.Name) -}}
+{{- fail (printf "the release is named %s: use lowercase letters, digits and -, with a letter first" .Release.Name) -}}
 {{- end -}}
 {{- $pod := printf "%s-node-0-%d-abcde" .Release.Name (sub (int $v.nodes) 1) -}}
 {{- if gt (len $pod) 63 -}}
-{{- fail (printf "the release's name is %d characters too long: pods would be named %s" (sub (len $pod) 63) $pod) -}}
+{{- fail (printf "the release's name is %d characters too long: shorten it, since pods would be named %s" (sub (len $pod) 63) $pod) -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
 {{- if or (hasPrefix "PET_" $name) (has $name (list "RANK" "WORLD_SIZE" "LOCAL_RANK" "LOCAL_WORLD_SIZE" "MASTER_ADDR" "MASTER_PORT")) -}}
-{{- fail (printf "env.%s: a pod's place in the run is set for it: leave it out" $name) -}}
+{{- fail (printf "env.%s: the chart sets a pod's place in the run: leave it out" $name) -}}
 {{- end -}}
 {{- if has $name (list "HOME" "TMPDIR" "TRITON_CACHE_DIR" "TORCH_EXTENSIONS_DIR" "MPLCONFIGDIR") -}}
-{{- fail (printf "env.%s: the chart points it to what can be written: leave it out" $name) -}}
+{{- fail (printf "env.%s: the chart points it to a writable path: leave it out" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- if $v.dataPrep.enabled -}}
@@ -31,15 +31,15 @@
 {{- fail "dataPrep.repository is missing: name the image of docker/Dockerfile.cpu's target `prepare`" -}}
 {{- end -}}
 {{- if not $v.dataPrep.commands -}}
-{{- fail "dataPrep.commands is empty: state what follows `python -m data_prep`, a list of words for each command" -}}
+{{- fail "dataPrep.commands is empty: give the words after `python -m data_prep`, one list per command" -}}
 {{- end -}}
 {{- range $v.dataPrep.commands -}}
 {{- if and (eq (first .) "vocab") (gt (len $v.dataPrep.commands) 1) -}}
-{{- fail "dataPrep.commands: vocab makes its folder once, and a pod that starts again would be refused: give it a release of its own" -}}
+{{- fail "dataPrep.commands: a restarted pod could not run vocab again, since its folder would exist: use a separate release for it" -}}
 {{- end -}}
 {{- end -}}
 {{- if and (contains "://" (toJson $v.dataPrep.commands)) $v.networkPolicy.enabled (not $v.networkPolicy.egress) -}}
-{{- fail "dataPrep.commands holds an address, but networkPolicy.egress lets no pod out: add a rule for it, [{}] for everything" -}}
+{{- fail "dataPrep.commands contains an address, but networkPolicy.egress allows no outside connection: add a rule, or [{}] to allow all" -}}
 {{- end -}}
 {{- if not $v.data.claim -}}
 {{- fail "data.claim is missing: name the PersistentVolumeClaim that shards are written to" -}}
@@ -56,16 +56,16 @@
 {{- fail "run.run.name is missing: name the run" -}}
 {{- end -}}
 {{- if gt (float64 (dig "run" "seed" 1 $run)) 9007199254740992.0 -}}
-{{- fail "run.run.seed is above 2^53, where Helm rounds numbers: choose a smaller one" -}}
+{{- fail "run.run.seed is above 2^53, where Helm rounds numbers: choose a smaller seed" -}}
 {{- end -}}
 {{- if and (gt (int $v.nodes) 1) (ne $v.runs.accessMode "ReadWriteMany") (not $v.runs.claim) -}}
-{{- fail (printf "runs.accessMode is %s, but nodes is %d: all of them write there, so it must be ReadWriteMany" $v.runs.accessMode (int $v.nodes)) -}}
+{{- fail (printf "runs.accessMode is %s, but nodes is %d: set it to ReadWriteMany, since all nodes write there" $v.runs.accessMode (int $v.nodes)) -}}
 {{- end -}}
 {{- if ge (int64 (include "lambert.mebibytes" $v.shm)) (int64 (include "lambert.mebibytes" $v.resources.memory)) -}}
-{{- fail (printf "shm is %s, and counts against resources.memory, %s: lower the one or raise the other" $v.shm $v.resources.memory) -}}
+{{- fail (printf "shm is %s, but counts against resources.memory, %s: lower shm or raise resources.memory" $v.shm $v.resources.memory) -}}
 {{- end -}}
 {{- if and $v.monitoring.podMonitor $v.networkPolicy.enabled (not $v.networkPolicy.monitoringNamespace) -}}
-{{- fail "monitoring.podMonitor is on, but networkPolicy.monitoringNamespace lets nobody scrape: name Prometheus' namespace" -}}
+{{- fail "monitoring.podMonitor is on, but networkPolicy.monitoringNamespace is null: set it to Prometheus' namespace" -}}
 {{- end -}}
 {{- end }}
 
@@ -76,27 +76,27 @@
 {{- $path := trimPrefix (printf "%s " $place) . -}}
 {{- if contains "://" $path -}}
 {{- if and $v.networkPolicy.enabled (not $v.networkPolicy.egress) -}}
-{{- fail (printf "run.%s is %s, but networkPolicy.egress lets no pod out: add a rule for it, [{}] for everything" $place $path) -}}
+{{- fail (printf "run.%s is %s, but networkPolicy.egress allows no outside connection: add a rule, or [{}] to allow all" $place $path) -}}
 {{- end -}}
 {{- else if not (hasPrefix (printf "%s/" $v.data.path) $path) -}}
-{{- fail (printf "run.%s is %s: shards must lie under data.path, %s, or be at an address" $place $path $v.data.path) -}}
+{{- fail (printf "run.%s is %s: shards must be under data.path, %s, or at an address" $place $path $v.data.path) -}}
 {{- else if not $v.data.claim -}}
 {{- fail (printf "run.%s is %s, but data.claim is missing: name the PersistentVolumeClaim that holds it" $place $path) -}}
 {{- end -}}
 {{- end -}}
 {{- $needed := divf (mulf (dig "cache" "gigabytes" 20 (include "lambert.given" . | fromYaml)) 1e9) 1048576 -}}
 {{- if and (include "lambert.remote" .) (gt $needed (float64 (include "lambert.mebibytes" $v.shardCache))) -}}
-{{- fail (printf "run.cache.gigabytes does not fit into shardCache, %s: lower the one or raise the other" $v.shardCache) -}}
+{{- fail (printf "run.cache.gigabytes does not fit into shardCache, %s: lower it or raise shardCache" $v.shardCache) -}}
 {{- end -}}
 {{- end }}
 
 {{- define "lambert.checks.time" -}}
 {{- $v := .Values -}}
 {{- if or (kindIs "invalid" $v.stepSeconds) (kindIs "invalid" $v.saveSeconds) -}}
-{{- fail "stepSeconds and saveSeconds are missing: estimate the longest step and a whole save, so that a stop has time" -}}
+{{- fail "stepSeconds and saveSeconds are missing: estimate the longest step and a complete save, so that a stop gets enough time" -}}
 {{- end -}}
 {{- if and (contains ".heldout " (include "lambert.shards" .)) (kindIs "invalid" $v.evaluationSeconds) -}}
-{{- fail "evaluationSeconds is missing, but a phase has held-out shards: estimate a whole evaluation, so that a stop has time" -}}
+{{- fail "evaluationSeconds is missing, but a phase has held-out shards: estimate a complete evaluation, so that a stop gets enough time" -}}
 {{- end -}}
 {{- $needed := int (include "lambert.grace" .) -}}
 {{- if and $v.terminationGracePeriodSeconds (lt (int $v.terminationGracePeriodSeconds) $needed) -}}

@@ -1,49 +1,49 @@
-{{- /* The run's configuration, as the user gave it: a mapping, or the text of a file. */ -}}
+{{- /* The run's configuration as given: a mapping, or the text of a file. */ -}}
 {{- define "lambert.given" -}}
 {{- $run := .Values.run -}}
 {{- if kindIs "string" $run -}}
 {{- $run = fromYaml $run -}}
 {{- if hasKey $run "Error" -}}
-{{- fail (printf "run is no YAML: %s" (get $run "Error" | replace "\n" " ")) -}}
+{{- fail (printf "run is not valid YAML: %s" (get $run "Error" | replace "\n" " ")) -}}
 {{- end -}}
 {{- end -}}
 {{- if not $run -}}
-{{- fail "run is empty: give the run's configuration, --set-file run=run.yaml" -}}
+{{- fail "run is empty: give the run's configuration, for example --set-file run=run.yaml" -}}
 {{- end -}}
 {{- range list "run" "metrics" "checkpoint" "cache" -}}
 {{- if and (hasKey $run .) (not (kindIs "map" (get $run .))) -}}
-{{- fail (printf "run.%s is no mapping: give it keys, or leave it out" .) -}}
+{{- fail (printf "run.%s is not a mapping: give it keys, or leave it out" .) -}}
 {{- end -}}
 {{- end -}}
 {{- range kindIs "slice" $run.phases | ternary $run.phases list | default (list nil) -}}
 {{- if not (kindIs "map" .) -}}
-{{- fail "run.phases is no list of phases: each is a mapping, and a run needs at least one" -}}
+{{- fail "run.phases is not a list of phases: give at least one phase, each a mapping" -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $run -}}
 {{- end }}
 
-{{- /* The same with what the chart sets. Where a value is there and does not fit, the installation ends. */ -}}
+{{- /* The configuration with the chart's own values added. A given value that conflicts stops the installation. */ -}}
 {{- define "lambert.config" -}}
 {{- $run := include "lambert.given" . | fromYaml -}}
 {{- $path := .Values.runs.path -}}
 {{- $folder := dig "run" "folder" "" $run | default (printf "%s/%s" $path (dig "run" "name" "" $run)) -}}
 {{- if or (not (hasPrefix (printf "%s/" $path) $folder)) (contains ".." $folder) -}}
-{{- fail (printf "run.run.folder is %s: it must lie under runs.path, %s, or be left out" $folder $path) -}}
+{{- fail (printf "run.run.folder is %s: it must be under runs.path, %s, or be left out" $folder $path) -}}
 {{- end -}}
 {{- $device := ternary "cuda" "cpu" (gt (int .Values.gpus) 0) -}}
 {{- $given := dig "run" "device" "auto" $run -}}
 {{- if not (has $given (list "auto" $device)) -}}
-{{- fail (printf "run.run.device is %s, but gpus is %d: leave the one out or change the other" $given (int .Values.gpus)) -}}
+{{- fail (printf "run.run.device is %s, but gpus is %d: leave run.run.device out or change gpus" $given (int .Values.gpus)) -}}
 {{- end -}}
 {{- $port := dig "metrics" "port" .Values.metricsPort $run -}}
 {{- if or (kindIs "invalid" $port) (ne (toString $port) (toString .Values.metricsPort)) -}}
-{{- fail (printf "run.metrics.port is %v, but metricsPort is %d: leave the one out or change the other" $port (int .Values.metricsPort)) -}}
+{{- fail (printf "run.metrics.port is %v, but metricsPort is %d: leave run.metrics.port out or change metricsPort" $port (int .Values.metricsPort)) -}}
 {{- end -}}
 {{- $ranks := mul .Values.nodes (include "lambert.ranks" (dict "root" .)) -}}
 {{- $given = dig "run" "ranks" $ranks $run -}}
 {{- if ne (toString $given) (toString $ranks) -}}
-{{- fail (printf "run.run.ranks is %v, but nodes and their ranks make %d: leave the one out or change the other" $given $ranks) -}}
+{{- fail (printf "run.run.ranks is %v, but nodes × ranks per node is %d: leave run.run.ranks out or change nodes or gpus" $given $ranks) -}}
 {{- end -}}
 {{- $set := dict "run" (dict "folder" $folder "device" $device "ranks" $ranks) "metrics" (dict "port" .Values.metricsPort) -}}
 {{- if include "lambert.remote" . -}}
@@ -52,7 +52,7 @@
 {{- toYaml (mergeOverwrite $run $set) -}}
 {{- end }}
 
-{{- /* Where the phases' shards are, a line each: "phases.0.train /data/train-128". */ -}}
+{{- /* The shards of all phases, one per line: "phases.0.train /data/train-128". */ -}}
 {{- define "lambert.shards" -}}
 {{- range $number, $phase := (include "lambert.given" . | fromYaml).phases -}}
 {{- range $key := list "train" "heldout" -}}
@@ -63,12 +63,12 @@
 {{- end -}}
 {{- end }}
 
-{{- /* Not empty if shards come from addresses. */ -}}
+{{- /* Not empty if any shards are at an address. */ -}}
 {{- define "lambert.remote" -}}
 {{- if contains "://" (include "lambert.shards" .) }}yes{{ end -}}
 {{- end }}
 
-{{- /* Seconds that a stop may take: until the ranks look, an evaluation and the save, twice; and the last scrape. */ -}}
+{{- /* Seconds that a stop can take: twice the time until ranks check for a stop, evaluate and save; then the last scrape. */ -}}
 {{- define "lambert.grace" -}}
 {{- $metrics := dig "metrics" (dict) (include "lambert.given" . | fromYaml) -}}
 {{- $steps := mulf (dig "log_every_steps" 10 $metrics) .Values.stepSeconds -}}

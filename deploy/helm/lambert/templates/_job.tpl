@@ -1,5 +1,5 @@
-{{- /* The Job of a JobSet: any end but a good one fails it, and the set's rules say what follows. All of it starts
-again, as new pods: a Job of its own would wait longer and longer before it makes pods anew. */ -}}
+{{- /* The Job of a JobSet. Any failed pod fails the Job, and the JobSet's rules decide what happens next: all pods are
+recreated at once. A plain Job would wait longer after each failure before it creates new pods. */ -}}
 {{- define "lambert.jobSet" -}}
 network:
   enableDNSHostnames: true
@@ -8,11 +8,11 @@ failurePolicy:
   maxRestarts: {{ .root.Values.restarts }}
   restartStrategy: Recreate
   rules:
-    - name: stopped  # or disrupted: what was saved goes on, and that costs none of the restarts
+    - name: stopped  # or disrupted: continues from the checkpoint, without using up a restart
       action: RestartJobSetAndIgnoreMaxRestarts
       onJobFailureReasons: [PodFailurePolicy]
       onJobFailureMessagePatterns: ["exit code 75 ", "condition DisruptionTarget "]
-    - name: refused  # started again it would be refused again
+    - name: refused  # a restart would be refused again
       action: FailJobSet
       onJobFailureReasons: [PodFailurePolicy]
 replicatedJobs:

@@ -4,14 +4,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ include "lambert.selector" . }}
 {{- end }}
 
-{{- /* Of the run's pods, and of nothing else. */ -}}
+{{- /* Labels that select this release's pods and nothing else. */ -}}
 {{- define "lambert.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: {{ ternary "data-prep" "trainer" .Values.dataPrep.enabled }}
 {{- end }}
 
-{{- /* Of the Job, JobSet or TrainJob. */ -}}
+{{- /* Metadata of the Job, JobSet or TrainJob. */ -}}
 {{- define "lambert.workload" -}}
 name: {{ .Release.Name }}
 labels:
@@ -25,7 +25,7 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{- /* The image of a repository: (list . repository) */ -}}
+{{- /* The image reference of a repository. Argument: (list . repository). */ -}}
 {{- define "lambert.image" -}}
 {{- $image := (index . 0).Values.image -}}
 {{- if $image.digest -}}
@@ -39,13 +39,13 @@ annotations:
 {{ .Values.runs.claim | default (printf "%s-runs" .Release.Name) }}
 {{- end }}
 
-{{- /* A quantity such as 64Gi, in Mi. */ -}}
+{{- /* Converts a quantity such as 64Gi to Mi. */ -}}
 {{- define "lambert.mebibytes" -}}
 {{- $factor := dict "Mi" 1 "Gi" 1024 "Ti" 1048576 -}}
 {{ mul (int64 (regexFind "^[0-9]+" .)) (get $factor (regexFind "[A-Za-z]+$" .)) }}
 {{- end }}
 
-{{- /* A text, or a number as YAML writes it, in quotes: Go would print ten million as 1e+07. */ -}}
+{{- /* Quotes a string, or a number as YAML prints it: Go would print ten million as 1e+07. */ -}}
 {{- define "lambert.word" -}}
 {{ kindIs "string" . | ternary . (toYaml .) | quote }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{- /* What training and data preparation have in common: the identity, and where pods run. */ -}}
+{{- /* Settings shared by training and data preparation: identity and placement. */ -}}
 {{- define "lambert.podCommon" -}}
 restartPolicy: Never
 {{- with .Values.serviceAccountName }}
@@ -11,7 +11,7 @@ securityContext:
   runAsUser: 10001
   runAsGroup: 10001
   fsGroup: 10001
-  fsGroupChangePolicy: OnRootMismatch  # not all of the checkpoints' files at each start
+  fsGroupChangePolicy: OnRootMismatch  # do not chown every checkpoint at each start
   seccompProfile: {type: RuntimeDefault}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
@@ -49,7 +49,7 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{- /* All places that are written, as docker/Dockerfile names them; the root file system is read-only. */ -}}
+{{- /* All writable paths, as in docker/Dockerfile; the root file system is read-only. */ -}}
 {{- define "lambert.scratchEnv" -}}
 - {name: HOME, value: /home/lambert}
 - {name: TMPDIR, value: /tmp}
@@ -67,7 +67,8 @@ capabilities:
 - {name: scratch, mountPath: /cache, subPath: cache}
 {{- end }}
 
-{{- /* A pod of the run: (dict "root" . "master" what node 0 is called, or "" where a controller says it). */ -}}
+{{- /* A pod of the run. Argument: (dict "root" . "master" NAME), NAME being node 0's host name, or "" if a controller
+sets it. */ -}}
 {{- define "lambert.pod" -}}
 {{- $v := .root.Values -}}
 {{- $grace := $v.terminationGracePeriodSeconds | default (include "lambert.grace" .root) | int -}}
@@ -78,7 +79,7 @@ hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
 containers:
-  - name: node  # Kubeflow Trainer knows it by this name
+  - name: node  # Kubeflow Trainer expects this name
     image: {{ include "lambert.image" (list .root $v.image.repository) }}
     imagePullPolicy: {{ $v.image.pullPolicy }}
     command: [python, -m, deploy.launch]
@@ -101,7 +102,7 @@ containers:
     {{- end }}
     ports:
       - {name: metrics, containerPort: {{ $v.metricsPort }}}
-    # No probe: one that kills would end a run that compiles, loads or saves; LambertStalled and LambertAbsent tell.
+    # No probe: it could kill a run that is compiling, loading or saving. LambertStalled and LambertAbsent report hangs.
     resources: {{- include "lambert.resources" .root | nindent 6 }}
     securityContext: {{- include "lambert.securityContext" .root | nindent 6 }}
     volumeMounts:
