@@ -44,7 +44,7 @@ def split_sentences(paragraph: str, language: str) -> tuple[list[str], int]:
 
 
 def _cut(sentence: str) -> str:
-    """The first part of an overlong "sentence" (a table, a blob, text without punctuation), up to a space if possible."""
+    """The start of an overlong "sentence" (a table, a blob, text without punctuation), up to a space if possible."""
     space = sentence.rfind(" ", 1)
     return sentence[:space] if space > 0 else sentence
 
