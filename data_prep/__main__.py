@@ -116,7 +116,7 @@ def _build(options: argparse.Namespace) -> int:
     if options.metrics_file:
         write_textfile(figures, options.metrics_file)
     seconds = time.monotonic() - start
-    _say("\n".join([*describe(manifest), f"{options.out}: whole, in {seconds:.1f} s"]))
+    _say("\n".join([*describe(manifest), f"{options.out}: complete, in {seconds:.1f} s"]))
     for line in warnings(manifest):
         say_error(f"data_prep: warning: {line}")
     return 0
@@ -133,7 +133,7 @@ def _verify(options: argparse.Namespace) -> int:
             _complain(problem)
             code = BAD_INPUT
         if not problems:
-            _say(f"{folder}: whole, {load_manifest(folder).counts.samples:,} samples")
+            _say(f"{folder}: complete, {load_manifest(folder).counts.samples:,} samples")
     return code
 
 
@@ -148,7 +148,7 @@ def _inspect(options: argparse.Namespace) -> int:
         from data_prep.picture import draw
 
         draw(options.folder, options.picture)
-        _say(f"{options.picture}: drawn")
+        _say(f"{options.picture}: written")
     return 0
 
 
@@ -156,7 +156,7 @@ def _publish(options: argparse.Namespace) -> int:
     from data_prep.publish import publish
 
     done = publish(options.folder, options.url, PUBLISHERS)
-    _say(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all proved; {done.sent:,} sent now")
+    _say(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all verified; {done.sent:,} sent now")
     return 0
 
 

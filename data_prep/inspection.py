@@ -97,7 +97,7 @@ def warnings(manifest: Manifest) -> Iterator[str]:
     if masked < MASKED_LIMIT * settings.masked_share and largest_count(settings) > settings.max_predictions:
         yield (
             f"{masked:.1%} of the tokens masked, wanted {settings.masked_share:.0%}: --max-predictions "
-            f"{settings.max_predictions} is too low for sequences of {settings.sequence_length}, leave it out for "
+            f"{settings.max_predictions} is too low for sequences of {settings.sequence_length}; omit it to use "
             f"{largest_count(settings)}"
         )
 
@@ -109,15 +109,15 @@ def warn_of_markup(lines: Mapping[str, int]) -> Iterator[str]:
         worst = max(found, key=found.__getitem__)
         yield (
             f"{_amount(len(found), 'file')} with markup that was read as text, most in {worst}: "
-            f"{_amount(found[worst], 'line')} such as <doc …>, <html>, WARC/1.0 or JSON; read wikiextractor's <doc …> "
-            "with --format wikiextractor, name JSON lines .jsonl, and extract the text of anything else"
+            f"{_amount(found[worst], 'line')} such as <doc …>, <html>, WARC/1.0 or JSON; for wikiextractor's <doc …> "
+            "use --format wikiextractor, rename JSON lines to .jsonl, and extract the text of anything else"
         )
 
 
 def show_samples(folder: Path, count: int) -> Iterator[str]:
     """The first ``count`` samples of a data set as text; a masked position reads {label>masked input}."""
     manifest = load_manifest(folder)
-    remedy = f"run verify --full {folder}, which names all that is to be built again"
+    remedy = f"run verify --full {folder}, which lists everything to rebuild"
     tokenizer = load_proven(folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256, remedy=remedy)
     labels = LABELS[manifest.settings.pairs]
     number = 0

@@ -206,7 +206,7 @@ def _push(send: Callable[..., None], gateway: str, registry: CollectorRegistry, 
         send(gateway, JOB, registry, {"dataset": dataset}, PUSH_SECONDS)
     except (OSError, HTTPException, ValueError) as error:
         reason = " ".join(str(error).split())
-        said = f"--metrics-push {gateway} took nothing ({reason}); the same command pushes again"
+        said = f"--metrics-push {gateway} did not accept the metrics ({reason}); run the same command to push again"
         say_error(f"data_prep: warning: {said}")
 
 

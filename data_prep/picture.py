@@ -79,7 +79,7 @@ def draw(folder: Path, out: Path) -> None:
     stack = grid[1, 1].subgridspec(2, 1)
     above = figure.add_subplot(stack[0])
     below = figure.add_subplot(stack[1], sharex=above)
-    above.set_title(f"shards: {spread.inside():,} of {len(manifest.shards):,} lie where 95 % of random draws do")
+    above.set_title(f"shards: {spread.inside():,} of {len(manifest.shards):,} are in the 95 % range of random draws")
     _draw_sizes(above, np.array([shard.samples for shard in manifest.shards]))
     _draw_spread(below, spread)
     for panel in figure.axes:
@@ -150,20 +150,20 @@ def _draw_tokens(panel: Axes, tokens: NDArray[np.int64]) -> None:
     seen = np.sort(tokens[tokens > 0])[::-1]
     ranks = np.unique(np.geomspace(1, len(seen), RANKS).astype(np.int64))
     zipf = seen.sum() / np.sum(1 / np.arange(1, len(seen) + 1)) / ranks
-    panel.loglog(ranks, zipf, color=DARK, linestyle=":", linewidth=1, label="by Zipf's law, ~ 1 / rank")
+    panel.loglog(ranks, zipf, color=DARK, linestyle=":", linewidth=1, label="Zipf's law, ~ 1 / rank")
     panel.loglog(ranks, seen[ranks - 1], color=BLUE, linewidth=1.6, label="pieces by frequency")
     if len(seen) < len(tokens):
         panel.axvspan(len(seen), len(tokens), color=DARK, alpha=0.12, linewidth=0, label="never seen")
     panel.set_title(f"vocabulary: {_percent(1 - len(seen) / len(tokens))} of the {len(tokens):,} pieces never seen")
     panel.set_xlabel("rank of the piece")
-    panel.set_ylabel("times in the samples")
+    panel.set_ylabel("occurrences in the samples")
     panel.legend(loc="lower left")
 
 
 def _draw_masks(panel: Axes, masks: NDArray[np.int64], manifest: Manifest) -> None:
     most, asked = len(masks) - 1, manifest.settings.masked_share
     _draw_bars(panel, masks)
-    panel.set_title(f"masks: {_percent(masked_share(manifest))} of the tokens, {_percent(asked)} asked for")
+    panel.set_title(f"masks: {_percent(masked_share(manifest))} of the tokens, {_percent(asked)} requested")
     panel.set_xlabel(f"masked positions ({_percent(masks[most] / masks.sum())} of the samples have the most, {most})")
 
 
@@ -181,7 +181,7 @@ def _draw_spread(panel: Axes, spread: Spread) -> None:
     panel.stairs(high, edges, baseline=low, fill=True, color=DARK, alpha=0.12)
     panel.axhline(spread.mean, color=DARK, linestyle=":", linewidth=1)
     panel.plot(shards, spread.values, "o", color=BLUE, markersize=LARGE_DOT if len(shards) <= DOTS else SMALL_DOT)
-    panel.set_xlabel("number of the shard (gray: 95 % of random draws)")
+    panel.set_xlabel("shard number (gray: 95 % of random draws)")
     panel.set_ylabel(spread.name)
     panel.locator_params("x", integer=True)
 

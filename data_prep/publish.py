@@ -137,7 +137,7 @@ def open_place(url: str) -> Place:
     if "://" not in url or "::" in url:  # a chain may include a cache; reading that back proves nothing
         raise DataError(f"{url}: wanted one URL, such as s3://bucket/folder or file:///mnt/folder")
     if url.startswith(("http:", "https:")):
-        raise DataError(f"{url}: nothing can be sent there; publish to a disk or an object store that it serves")
+        raise DataError(f"{url}: not writable; publish to the disk or object store behind it")
     from data_prep.servers import open_fs
 
     try:
@@ -211,7 +211,7 @@ def _send(place: Place, item: Item) -> None:
         place.fs.mv(name + TEMPORARY, name)
     found = _measure(place, item)
     if found != (item.bytes, item.sha256):
-        raise OSError(f"read back, it is {'missing' if found is None else f'{found[0]} other bytes'}")
+        raise OSError(f"read back, it is {'missing' if found is None else f'{found[0]} different bytes'}")
 
 
 def _measure(place: Place, item: Item) -> tuple[int, str] | None:
@@ -252,9 +252,9 @@ def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
         except Exception as error:  # each driver has its own classes, which can't be named without importing it
             reason = shown(error)
             if is_hopeless(error):
-                raise DataError(f"{where}: {reason}; check the URL, your credentials, rights and room there") from error
+                raise DataError(f"{where}: {reason}; check the URL, credentials, permissions and free space") from error
             wait = next(waits, None)
             if wait is None:
                 times = len(WAITS) + 1
-                raise DataError(f"{where}: failed {times} times, at last with {reason}; run again to go on") from error
+                raise DataError(f"{where}: failed {times} times, last with {reason}; run again to resume") from error
             time.sleep(wait)

@@ -62,7 +62,7 @@ async def _read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
 def _require_length(answer: aiohttp.ClientResponse, size: int) -> None:
     if answer.content_length is None or answer.content_length > size:
         answer.close()
-        raise RefusedError(f"asked for {size:,} bytes, the server sends {answer.content_length or 'any number of'}")
+        raise RefusedError(f"asked for {size:,} bytes, the server sends {answer.content_length or 'an unknown number'}")
 
 
 def _text(value: str | bytes) -> str:

@@ -94,7 +94,7 @@ def ask(fs: Any, seconds: float, method: str, *arguments: Any, **options: Any) -
         return task.result(seconds)
     except TimeoutError:
         if task.cancel():
-            raise TimeoutError(f"no whole answer in {seconds:g} s") from None
+            raise TimeoutError(f"no complete answer in {seconds:g} s") from None
         raise
 
 
@@ -112,7 +112,7 @@ def _stay_at(allowed: set[Any]) -> Callable[..., Awaitable[Any]]:
         if coding not in ("", "identity"):
             answer.close()
             raise RefusedError(
-                f"the server sends it compressed ({coding[:20]!r}), unasked: have it serve the files as they are"
+                f"the server compresses its answer ({coding[:20]!r}) unasked: configure it to serve files unchanged"
             )
         return answer
 

@@ -80,8 +80,8 @@ class Workers:
         except BrokenExecutor:
             time.sleep(SIGNAL_SECONDS)  # if SIGTERM went to this process too, `Stopped` is raised here
             raise KilledError(
-                "a worker process was killed, often for lack of memory; run the same command again to go on, "
-                "with fewer --processes if need be"
+                "a worker process was killed, often for lack of memory; to resume, run the same command again, "
+                "with fewer --processes if necessary"
             ) from None
 
 
@@ -333,7 +333,7 @@ def _serve(world: Intracomm) -> int:
 
 
 def _dismiss(world: Intracomm, code: int) -> None:
-    """On rank 0: ends the others. After a failure, ranks still busy after LEAVE_SECONDS are killed, and this one too."""
+    """On rank 0: ends the others. After a failure, ranks still busy after LEAVE_SECONDS are killed, this one too."""
     requests = [world.issend(code, rank) for rank in range(1, world.size)]
     deadline = time.monotonic() + LEAVE_SECONDS
     while requests:

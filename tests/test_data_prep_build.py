@@ -291,7 +291,7 @@ def test_a_log_that_is_gone_ends_no_work(tmp_path: Path) -> None:
         shell = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m data_prep {line}"]
         assert (subprocess.run(shell, cwd=ROOT, capture_output=True).returncode, line) == (code, line)
     assert verify(tmp_path / "out", full=True) == verify(tmp_path / "again", full=True) == []
-    assert "whole, in" in (tmp_path / "result").read_text()
+    assert "complete, in" in (tmp_path / "result").read_text()
 
 
 def test_small_vocabulary_and_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
