@@ -326,4 +326,4 @@ def test_markup_that_is_learnt_is_told(
     assert build(folder, tokenizer) == vocab(folder) == 0
     assert by_name(load_manifest(tmp_path / "out"))[name].markup == lines
     warned = [line for line in capsys.readouterr().err.splitlines() if said in line]
-    assert len(warned) == 2 and all("with --format wikiextractor" in line for line in warned)
+    assert len(warned) == 2 and all("use --format wikiextractor" in line for line in warned)
