@@ -285,7 +285,7 @@ def test_missing_credentials_cost_one_line(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
-    with pytest.raises(DataError, match="NoCredentialsError: .*; check the URL, your credentials") as raised:
+    with pytest.raises(DataError, match="NoCredentialsError: .*; check the URL, credentials") as raised:
         publish(whole, f"s3://{BUCKET}/set", 1)
     assert "\n" not in str(raised.value)
 
