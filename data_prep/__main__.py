@@ -1,4 +1,4 @@
-"""Command line: `python -m data_prep vocab | build | verify | inspect`."""
+"""Command line: `python -m data_prep vocab | build | verify | inspect | publish`."""
 
 from __future__ import annotations
 
@@ -233,11 +233,11 @@ def _add_vocab(vocab: argparse.ArgumentParser) -> None:
 
 def _add_build(build_parser: argparse.ArgumentParser) -> None:
     text = build_parser.add_argument_group("documents and sentences").add_argument
-    code = "ISO 639-1 code, for splitting sentences; without its own rules, those of a related language or English"
+    code = "ISO 639-1 code for sentence splitting; if unsupported, a related language's rules apply, or English"
     text("--language", default="en", metavar="CODE", help=f"{code} (%(default)s)")
     text("--given-words", action="store_true", help="for masking, Chinese characters between two spaces are one word")
     text("--drop-duplicates", action="store_true", help="keep only the first of identical documents")
-    text("--held-out-share", type=float, default=0.0, metavar="X", help="share of documents, by a hash of their text")
+    text("--held-out-share", type=float, default=0.0, metavar="X", help="share to hold out, by a hash of the text")
     text("--part", choices=CHOICES["part"], default="all", help="which side of the held-out share (%(default)s)")
     add = build_parser.add_argument_group("samples").add_argument
     add("--tokenizer", type=Path, required=True, metavar="DIR", help="folder written by `vocab` or `transformers`")
@@ -248,17 +248,17 @@ def _add_build(build_parser: argparse.ArgumentParser) -> None:
         default="nsp",
         help="second task: next sentence, order, or none (%(default)s)",
     )
-    add("--short-sequence-rate", type=float, default=0.1, metavar="X", help="share of shorter samples (%(default)s)")
+    add("--short-sequence-rate", type=float, default=0.1, metavar="X", help="share of shortened samples (%(default)s)")
     add("--cut", choices=CHOICES["cut"], default="either", help="where a long pair is truncated (%(default)s)")
     add("--masking", choices=CHOICES["masking"], default="token", help="unit that is masked together (%(default)s)")
     add("--masked-share", type=float, default=0.15, metavar="X", help="share of the tokens to predict (%(default)s)")
-    add("--max-predictions", type=int, metavar="N", help="per sample (default: the share of a full one)")
+    add("--max-predictions", type=int, metavar="N", help="maximum masked tokens per sample (the share of a full one)")
     add("--duplicates", type=int, default=1, metavar="N", help="passes over the text, with new masks (%(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="random seed for pairs, masks and order (%(default)s)")
     add("--samples-per-shard", type=int, default=8192, metavar="N", help="samples per shard (%(default)s)")
     run = build_parser.add_argument_group("run").add_argument
     cores = len(os.sched_getaffinity(0))
-    run("--processes", type=int, default=cores, metavar="N", help="the shards do not depend on it (%(default)s)")
+    run("--processes", type=int, default=cores, metavar="N", help="workers; does not change the shards (%(default)s)")
     run("--store", type=Path, metavar="DIR", help="keep the tokenized text here, for other builds from the same text")
     run("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics on this port during the build (off)")
     run("--metrics-address", default="0.0.0.0", metavar="IP", help="address of the metrics port (%(default)s)")

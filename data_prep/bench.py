@@ -291,7 +291,7 @@ def encode(sentences: Path, tokenizer: Path) -> float:
 
 
 def say(what: str) -> None:
-    """A progress line."""
+    """Prints a progress line."""
     print(f"bench: {what}", file=sys.stderr, flush=True)
 
 

@@ -80,7 +80,7 @@ def build(
     """Makes the data set, or the missing part of it after a run that was killed.
 
     Args:
-        inputs: text files and folders of them.
+        inputs: text files, or folders of text files.
         tokenizer: folder for `load_tokenizer`; the data set gets a copy that includes the build's cleaning.
         out: new or empty folder, or one in which the same build was started.
         store: folder that keeps the tokenized text for other builds; None: the text is removed at the end.

@@ -1,4 +1,4 @@
-"""The errors that data preparation raises for its user."""
+"""Errors that data preparation reports to its user."""
 
 from __future__ import annotations
 

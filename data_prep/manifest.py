@@ -57,7 +57,7 @@ class SourceRecord:
     titles: int = field(default=0, metadata=LATER)  # titles of articles, left out
     markup: int = field(default=0, metadata=LATER)  # lines of markup that were read as text
     stripped: int = field(default=0, metadata=LATER)  # combining marks (accents, vowel signs) that the tokenizer strips
-    stripped_other: int = field(default=0, metadata=LATER)  # those of scripts other than Latin, Greek and Cyrillic
+    stripped_other: int = field(default=0, metadata=LATER)  # marks of scripts other than Latin, Greek and Cyrillic
 
 
 @dataclass(frozen=True)

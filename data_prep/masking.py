@@ -1,6 +1,6 @@
 """Turns planned pairs into masked samples, after Devlin et al., "BERT" (2019), section 3.1.
 
-A share of the ordinary tokens is to be predicted; of these 80 % become [MASK], 10 % a random ordinary token
+A share of the ordinary tokens is predicted. Of these, 80 % become [MASK], 10 % become a random ordinary token
 and 10 % stay unchanged. Control tokens, padding and [UNK] are never predicted and never used as a replacement.
 Every draw is keyed by (seed, sample number, position), so a mask does not depend on the shard or process that makes
 it, nor on the neighboring samples. The unit says what is masked together:
@@ -65,7 +65,7 @@ class Words(NamedTuple):
     begins: NDArray[np.int64]  # [W] flat position of a word's first token
     ends: NDArray[np.int64]  # [W] flat position behind its last token
     rows: NDArray[np.int64]  # [W]
-    positions: NDArray[np.int64]  # [W] of the first token in its row
+    positions: NDArray[np.int64]  # [W] position of the first token in its row
     whole: NDArray[np.bool_]  # [W] every token is an ordinary one
 
 

@@ -22,7 +22,7 @@ ALL = 2.0**64  # number of values of the first 8 bytes of a digest
 
 
 class Selected(NamedTuple):
-    """Documents."""
+    """Counts of documents, and of the sentences and tokens in the selected ones."""
 
     documents: int  # read, with at least one sentence
     duplicates: int  # left out: an earlier document has the same text

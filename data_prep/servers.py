@@ -47,7 +47,7 @@ class Bound(fsspec.Callback):  # type: ignore[misc]  # fsspec has no types
             raise self.refusal()
 
     def refusal(self) -> RefusedError:
-        """The error to raise."""
+        """The error for a download over the limit."""
         return RefusedError(f"the server sends more than the {self.limit:,} bytes that it may have")
 
 

@@ -51,8 +51,8 @@ class Settings:
     text_field: str = "text"  # field of a record with the text
     bad_bytes: str = "strict"  # strict: an error; replace: replaced by U+FFFD
     given_words: bool = False  # Chinese characters between two spaces are one word
-    tokenizers: str = field(default_factory=partial(version, "tokenizers"))  # the libraries that decide the tokens
-    sentencex: str = field(default_factory=partial(version, "sentencex"))  # and the sentences
+    tokenizers: str = field(default_factory=partial(version, "tokenizers"))  # library versions: one decides the tokens
+    sentencex: str = field(default_factory=partial(version, "sentencex"))  # the other splits the sentences
     format: str = field(default="auto", metadata=LATER)  # of files whose extension does not determine it
 
 

@@ -301,7 +301,7 @@ def _added_tokens(
     beside, names = folder / "added_tokens.json", folder / "special_tokens_map.json"
     found: dict[str, tuple[int, AddedToken]] = {}
     try:
-        special: list[Any] = []  # their names, or objects with these
+        special: list[Any] = []  # their names, or objects that contain the names
         for source in (settings, _read_object(names) if names.exists() else {}):
             more = source.get("additional_special_tokens") or source.get("extra_special_tokens") or ()
             special += more.values() if isinstance(more, dict) else more
