@@ -1,4 +1,4 @@
-"""Command line: `python -m data_prep vocab | build | verify | inspect`."""
+"""Command line: `python -m data_prep vocab | build | verify | inspect | publish`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from data_prep.verify import verify
 from data_prep.vocab import COVERAGE, LARGEST_MULTIPLE, LARGEST_VOCABULARY, LEAST_ALPHABET, learn_tokenizer
 from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
 
-FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes; FAILED: to start again may help
-PUBLISHERS = 8  # files sent at once
+FAILED, BAD_INPUT, INTERRUPTED, STOPPED = 1, 2, 130, 143  # exit codes; after FAILED, a retry may succeed
+PUBLISHERS = 8  # files sent in parallel
 MOST_PROCESSES = 4096
-VERSIONS = ("tokenizers", "sentencex")  # settings that are found, not chosen
+VERSIONS = ("tokenizers", "sentencex")  # settings that the environment decides, not the user
 EXAMPLES = """\
 from text to shards:
   python -m data_prep vocab --input corpus/ --out tokenizer/ --size 30000
@@ -37,15 +37,16 @@ from text to shards:
   python -m data_prep verify --full shards-128/
   python -m data_prep inspect shards-128/
 
-text is .txt or .text (a blank line between documents), .jsonl, .ndjson or .json (a document a line, in the field
-"text"), plain or compressed (.gz, .bz2, .xz, .zst), in UTF-8, or .parquet (a document a row, in the column "text");
-wikiextractor's wiki_00 and the like need --format wikiextractor"""
+The text is UTF-8, plain or compressed (.gz, .bz2, .xz, .zst), in .txt or .text files (a blank line between
+documents) or .jsonl, .ndjson or .json files (one document per line, in the field "text"); or it is in .parquet
+files (one document per row, in the column "text"). wikiextractor's wiki_00 files need --format wikiextractor."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
-    0, or after one line on stderr for each problem: 2 if the input is wrong, 1 if a resource ran out.
+    The code is 0 on success. After one line on stderr for each problem, it is 2 for bad input and 1 if a resource
+    ran out.
     """
     options = _parser().parse_args(arguments)
     with stop_on_sigterm():
@@ -61,10 +62,10 @@ def _run(options: argparse.Namespace) -> int:
         _complain(f"{said or type(error).__name__} ({lacks})" if lacks else said)
         return FAILED if lacks else BAD_INPUT
     except Stopped:
-        _complain("stopped by SIGTERM; a build goes on when its command is run again")
+        _complain("stopped by SIGTERM; to resume a build, run the same command again")
         return STOPPED
     except KeyboardInterrupt:
-        _complain("interrupted; a build goes on when its command is run again")
+        _complain("interrupted; to resume a build, run the same command again")
         return INTERRUPTED
 
 
@@ -115,7 +116,7 @@ def _build(options: argparse.Namespace) -> int:
     if options.metrics_file:
         write_textfile(figures, options.metrics_file)
     seconds = time.monotonic() - start
-    _say("\n".join([*describe(manifest), f"{options.out}: whole, in {seconds:.1f} s"]))
+    _say("\n".join([*describe(manifest), f"{options.out}: complete, in {seconds:.1f} s"]))
     for line in warnings(manifest):
         say_error(f"data_prep: warning: {line}")
     return 0
@@ -126,13 +127,13 @@ def _verify(options: argparse.Namespace) -> int:
     for folder in options.folders:
         try:
             problems = verify(folder, options.full)
-        except (DataError, OSError) as error:  # the other folders are proved all the same
+        except (DataError, OSError) as error:  # still verify the other folders
             problems = [str(error)]
         for problem in problems:
             _complain(problem)
             code = BAD_INPUT
         if not problems:
-            _say(f"{folder}: whole, {load_manifest(folder).counts.samples:,} samples")
+            _say(f"{folder}: complete, {load_manifest(folder).counts.samples:,} samples")
     return code
 
 
@@ -147,7 +148,7 @@ def _inspect(options: argparse.Namespace) -> int:
         from data_prep.picture import draw
 
         draw(options.folder, options.picture)
-        _say(f"{options.picture}: drawn")
+        _say(f"{options.picture}: written")
     return 0
 
 
@@ -155,12 +156,12 @@ def _publish(options: argparse.Namespace) -> int:
     from data_prep.publish import publish
 
     done = publish(options.folder, options.url, PUBLISHERS)
-    _say(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all proved; {done.sent:,} sent now")
+    _say(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all verified; {done.sent:,} sent now")
     return 0
 
 
 def _say(text: str) -> bool:
-    """Print a result. False where its reader has seen enough, as in ``inspect … | head``: no error of the command's."""
+    """Print a result. Returns False if the reader closed the pipe, as in ``inspect … | head``; that is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -175,94 +176,94 @@ def _complain(problem: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "python -m data_prep",
-        description="Text to shards of masked sentence pairs, for BERT's pre-training.",
+        description="Turn text into shards of masked sentence pairs for BERT pre-training.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     corpus = Parser(add_help=False)
     add = corpus.add_argument_group("text").add_argument
-    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text files, and folders of them")
-    add("--text-field", default="text", metavar="NAME", help="field or column that holds the text (%(default)s)")
+    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text files, or folders of text files")
+    add("--text-field", default="text", metavar="NAME", help="field or column with the text (%(default)s)")
     add("--where", metavar="FIELD=VALUE", help="take only the records with this field")
     add(
         "--bad-bytes",
         choices=CHOICES["bad_bytes"],
         default="strict",
-        help="what is not UTF-8 is an error, or replaced and counted (%(default)s)",
+        help="bytes that are not UTF-8: an error, or replaced and counted (%(default)s)",
     )
     add(
         "--format",
         choices=FORMATS,
         default="auto",
-        help="of files whose ending does not say it; wikiextractor: its <doc …> text, also in .txt, or its JSON",
+        help="format of files with another extension; wikiextractor: its <doc …> text (also in .txt) or its JSON",
     )
-    corpus.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    corpus.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     _add_vocab(commands.add_parser("vocab", parents=[corpus], help="learn a WordPiece vocabulary"))
-    _add_build(commands.add_parser("build", parents=[corpus], help="make the shards, or those still missing"))
+    _add_build(commands.add_parser("build", parents=[corpus], help="build the shards, or only those still missing"))
 
-    check = commands.add_parser("verify", help="prove data sets against their manifests")
+    check = commands.add_parser("verify", help="check data sets against their manifests")
     check.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     check.add_argument("--full", action="store_true", help="also hash every shard and decode every sample")
     check.set_defaults(command=_verify)
 
-    inspect = commands.add_parser("inspect", help="show statistics, and samples as text")
+    inspect = commands.add_parser("inspect", help="show statistics, and a few samples as text")
     inspect.add_argument("folder", type=Path, metavar="DIR")
-    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="to show (%(default)s)")
-    inspect.add_argument("--picture", type=Path, metavar="PNG", help="draw lengths, tokens, masks and shards to a file")
+    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (%(default)s)")
+    inspect.add_argument("--picture", type=Path, metavar="PNG", help="plot lengths, tokens, masks, shards to this file")
     inspect.set_defaults(command=_inspect)
 
-    send = commands.add_parser("publish", help="copy a data set to an object store, proved; goes on where it stopped")
+    send = commands.add_parser("publish", help="copy a data set to an object store and verify it; a rerun resumes")
     send.add_argument("folder", type=Path, metavar="DIR")
-    send.add_argument("url", metavar="URL", help="s3://bucket/path, gs://…, or whatever fsspec can write to")
+    send.add_argument("url", metavar="URL", help="s3://bucket/path, gs://…, or any URL that fsspec can write to")
     send.set_defaults(command=_publish)
     return parser
 
 
 def _add_vocab(vocab: argparse.ArgumentParser) -> None:
     add = vocab.add_argument
-    add("--size", type=int, required=True, metavar="N", help="pieces at most, control tokens included")
-    add("--multiple-of", type=int, default=1, metavar="N", help="fill it up with pieces that are never predicted")
+    add("--size", type=int, required=True, metavar="N", help="maximum vocabulary size, control tokens included")
+    add("--multiple-of", type=int, default=1, metavar="N", help="pad the size with pieces that are never predicted")
     add("--cased", action="store_true", help="keep capitals and accents")
-    add("--keep-accents", action="store_true", help="lower case, but no accent or vowel sign stripped")
-    covered = f"share of the text whose characters have a piece; {LEAST_ALPHABET:,} have one in any case (%(default)s)"
+    add("--keep-accents", action="store_true", help="lower-case the text, but keep accents and vowel signs")
+    covered = f"share of the text's characters that get a piece; at least {LEAST_ALPHABET:,} do (%(default)s)"
     add("--character-coverage", type=float, default=COVERAGE, metavar="X", help=covered)
     vocab.set_defaults(command=_vocab)
 
 
 def _add_build(build_parser: argparse.ArgumentParser) -> None:
     text = build_parser.add_argument_group("documents and sentences").add_argument
-    code = "ISO 639-1, for splitting sentences; one without rules of its own is split as a related one, or English"
+    code = "ISO 639-1 code for sentence splitting; if unsupported, a related language's rules apply, or English"
     text("--language", default="en", metavar="CODE", help=f"{code} (%(default)s)")
-    text("--given-words", action="store_true", help="Chinese characters between two spaces are one word (for masks)")
-    text("--drop-duplicates", action="store_true", help="of equal documents only the first takes part")
-    text("--held-out-share", type=float, default=0.0, metavar="X", help="of the documents, by a hash of their text")
+    text("--given-words", action="store_true", help="for masking, Chinese characters between two spaces are one word")
+    text("--drop-duplicates", action="store_true", help="keep only the first of identical documents")
+    text("--held-out-share", type=float, default=0.0, metavar="X", help="share to hold out, by a hash of the text")
     text("--part", choices=CHOICES["part"], default="all", help="which side of the held-out share (%(default)s)")
     add = build_parser.add_argument_group("samples").add_argument
-    add("--tokenizer", type=Path, required=True, metavar="DIR", help="as `vocab` or Hugging Face makes it")
-    add("--sequence-length", type=int, required=True, metavar="N", help="most tokens of a sample")
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="folder written by `vocab` or `transformers`")
+    add("--sequence-length", type=int, required=True, metavar="N", help="maximum tokens per sample")
     add(
         "--pairs",
         choices=CHOICES["pairs"],
         default="nsp",
         help="second task: next sentence, order, or none (%(default)s)",
     )
-    add("--short-sequence-rate", type=float, default=0.1, metavar="X", help="cut to a random length (%(default)s)")
-    add("--cut", choices=CHOICES["cut"], default="either", help="which ends a long pair loses (%(default)s)")
-    add("--masking", choices=CHOICES["masking"], default="token", help="what is masked together (%(default)s)")
+    add("--short-sequence-rate", type=float, default=0.1, metavar="X", help="share of shortened samples (%(default)s)")
+    add("--cut", choices=CHOICES["cut"], default="either", help="where a long pair is truncated (%(default)s)")
+    add("--masking", choices=CHOICES["masking"], default="token", help="unit that is masked together (%(default)s)")
     add("--masked-share", type=float, default=0.15, metavar="X", help="share of the tokens to predict (%(default)s)")
-    add("--max-predictions", type=int, metavar="N", help="of a sample (the share of a full one)")
-    add("--duplicates", type=int, default=1, metavar="N", help="passes over the text, each masked anew (%(default)s)")
-    add("--seed", type=int, default=1, metavar="N", help="of pairs, masks and order (%(default)s)")
-    add("--samples-per-shard", type=int, default=8192, metavar="N", help="samples of a shard (%(default)s)")
+    add("--max-predictions", type=int, metavar="N", help="maximum masked tokens per sample (the share of a full one)")
+    add("--duplicates", type=int, default=1, metavar="N", help="passes over the text, with new masks (%(default)s)")
+    add("--seed", type=int, default=1, metavar="N", help="random seed for pairs, masks and order (%(default)s)")
+    add("--samples-per-shard", type=int, default=8192, metavar="N", help="samples per shard (%(default)s)")
     run = build_parser.add_argument_group("run").add_argument
     cores = len(os.sched_getaffinity(0))
-    run("--processes", type=int, default=cores, metavar="N", help="any number gives the same shards (%(default)s)")
-    run("--store", type=Path, metavar="DIR", help="keep the tokenized text here, for other builds from it")
-    run("--metrics-port", type=int, metavar="N", help="answer Prometheus here while the build goes on (off)")
-    run("--metrics-address", default="0.0.0.0", metavar="IP", help="of that port (%(default)s)")
-    run("--metrics-file", type=Path, metavar="PROM", help="leave the figures here, for node_exporter's textfiles")
-    run("--metrics-push", metavar="URL", help="leave them at this Pushgateway, in a group of the --out folder's name")
+    run("--processes", type=int, default=cores, metavar="N", help="workers; does not change the shards (%(default)s)")
+    run("--store", type=Path, metavar="DIR", help="keep the tokenized text here, for other builds from the same text")
+    run("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics on this port during the build (off)")
+    run("--metrics-address", default="0.0.0.0", metavar="IP", help="address of the metrics port (%(default)s)")
+    run("--metrics-file", type=Path, metavar="PROM", help="write the metrics here, for node_exporter")
+    run("--metrics-push", metavar="URL", help="push the metrics to this Pushgateway; the group is named after --out")
     build_parser.set_defaults(command=_build)
 
 

@@ -1,4 +1,4 @@
-"""Files that appear under their final name only when they are whole and on disk."""
+"""Files that appear under their final name only once they are complete and on disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TEMPORARY = ".tmp"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that is renamed to ``path`` at the end of the ``with`` block, or removed on an error.
+    """A binary file that is renamed to ``path`` at the end of the ``with`` block, or removed on error.
 
-    No two writers share a temporary name: a process that outlives a killed run can't spoil the next one's.
+    No two writers share a temporary name, so a process that outlives a killed run can't spoil the next run's file.
     """
     temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
     try:
@@ -25,14 +25,14 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        if error.filename is None or Path(error.filename) == temporary:  # a full disk does not say which
+        if error.filename is None or Path(error.filename) == temporary:  # a full disk does not name the file
             error.filename = str(path)
         raise
     finally:
-        with suppress(OSError):  # it is in no other writer's way
+        with suppress(OSError):  # a leftover file blocks no other writer
             temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the name itself
+        os.fsync(folder)  # makes the rename itself durable
     finally:
         os.close(folder)

@@ -1,20 +1,21 @@
-"""How fast the build is, how much memory it takes, and whether it is exact: measured on this machine, in one table.
+"""Measures the build on this machine: its speed, its memory, and whether its output is identical. Prints one table.
 
     python -m data_prep.bench --input TEXT... --tokenizer DIR [--google CHECKOUT [--tensorflow PYTHON]] [--only ...]
 
 rates     `encode_batch` of the library `tokenizers` alone, with its own threads, on the sentences that the build
-          makes; and the build as users run it, from the start of the command to its end. In turn; medians.
+          makes; and the build as users run it, from the start of the command to its end. They alternate; medians.
 memory    The peak of all processes of a build together, for two sizes of text and for 1 and 5 passes over it. A
-          page that n processes share counts 1/n in each (PSS). The claim is the anonymous memory; pages of files
-          (the tokenized text, mapped; programs and libraries) come on top, and the system may drop them at will.
+          page that n processes share counts 1/n in each (PSS). Our claim is about anonymous memory; file-backed pages
+          (the mapped tokenized text, programs, libraries) come on top, and the system may drop them at any time.
 google    The create_pretraining_data.py of a checkout of github.com/google-research/bert, and the build with one
-          process, each tied to one core, in turn; medians of the processor time, without Google's imports. The script
-          is run with a stand-in for TensorFlow that only counts what is written, which favours it, and with the real
-          one, too, if there is an interpreter that has it. It is slow, and its rate does not depend on the size: it
-          gets less text.
-identity  Whether 1, 2, 4 processes, and 1, 2, 3 ranks where there is MPI, make the same shards.
+          process, each pinned to one core. They alternate; medians of the CPU time, without Google's imports. The
+          script runs with a stand-in for TensorFlow that only counts what is written, which favours it. It also runs
+          with the real TensorFlow if an interpreter has it. It is slow, and its rate does not depend on the amount of
+          text, so it gets less text.
+identity  Whether 1, 2 and 4 processes, and 1, 2 and 3 ranks if MPI is installed, make the same shards.
 
-Rates are in MB (1,000,000 bytes) of UTF-8 text a second, memory in MB. The text is plain .jsonl, cut off the input.
+Rates are in MB (1,000,000 bytes) of UTF-8 text per second, memory in MB. The text is plain .jsonl, taken from the
+start of the input.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE_LENGTH, LANGUAGE = 128, "en"
 PROCESSES, RANKS, DUPLICATES = (1, 2, 4), (1, 2, 3), 5
 MB = 1_000_000
-LEAST, MOST = 0.001, 1_000_000  # megabytes of a text to measure with
-BATCH = 8192  # sentences for one `encode_batch`: with 128 or with all at once it is slower
+LEAST, MOST = 0.001, 1_000_000  # megabytes of text to measure with
+BATCH = 8192  # sentences per `encode_batch`: 128, or all at once, is slower
 STAGE = re.compile(r"^data_prep: (\w+) [^%\n]* in (?:(\d+) min )?([\d.]+) s(?:, [\d,]+ a second)?$", re.MULTILINE)
-MPI = {  # Open MPI: also as root, also more ranks than cores
+MPI = {  # Open MPI: allow root, and more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -70,7 +71,7 @@ del sys.argv[0]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 print("imports", time.process_time(), flush=True)
 runpy.run_path(sys.argv[0], run_name="__main__")
-"""  # the script as it is, with version 1 of TensorFlow
+"""  # the unchanged script, with the TensorFlow 1 API
 IMPORTS, WROTE = re.compile(r"^imports ([\d.]+)$", re.MULTILINE), re.compile(r"Wrote (\d+) total instances")
 TENSORFLOW = """\
 import glob, sys
@@ -95,12 +96,12 @@ python_io = Names(TFRecordWriter=writer)
 train = Names(**dict.fromkeys(["Example", "Features", "Feature", "Int64List", "FloatList"], Message))
 logging = Names(INFO=0, set_verbosity=int, info=lambda text, *values: print(text % values if values else text))
 app = Names(run=run)
-"""  # as much of version 1 as create_pretraining_data.py asks for
+"""  # the part of the TensorFlow 1 API that create_pretraining_data.py uses
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """A row of the table."""
 
     name: str
     value: float
@@ -110,7 +111,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Text:
-    """A .jsonl, and the bytes of its text in UTF-8."""
+    """A .jsonl file and the size of its text in UTF-8 bytes."""
 
     path: Path
     bytes: int
@@ -121,15 +122,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, and where."""
+    """The options of a measurement and the folders it writes."""
 
     options: argparse.Namespace
-    work: Path  # folder of all that is made
+    work: Path  # folder for everything the benchmark writes
     out: Path  # the data set of the last build
     cores: int
 
     def cut(self, megabytes: float) -> Text:
-        """The beginning of the input."""
+        """Writes the first ``megabytes`` of the input to a .jsonl file."""
         path, size = self.work / f"text-{megabytes:g}.jsonl", 0
         with path.open("w", encoding="utf-8") as file:
             for _, document in groupby(read_paragraphs(self.options.input), itemgetter(0)):
@@ -141,10 +142,10 @@ class Bench:
                 file.write(json.dumps({"text": "\n\n".join(taken)}, ensure_ascii=False) + "\n")
                 if size >= megabytes * MB:
                     return Text(path, size)
-        raise DataError(f"the input holds {size / MB:.4g} MB of text, {megabytes:g} wanted; give more, or ask for less")
+        raise DataError(f"the input has {size / MB:.4g} MB of text, {megabytes:g} wanted; give more, or ask for less")
 
     def build(self, text: Text, processes: int, duplicates: int = 1, ranks: int = 0, **watch: Any) -> Watched:
-        """Builds into ``out``, under MPI if there are ``ranks``; ``watch`` goes to `run`."""
+        """Builds into ``out``, under MPI if ``ranks`` is set; ``watch`` goes to `run`."""
         shutil.rmtree(self.out, ignore_errors=True)
         command = ["mpirun", "-n", str(ranks), sys.executable, "-m", "mpi4py"] if ranks else [sys.executable]
         command += ["-m", "data_prep", "build", f"--input={text.path}", f"--out={self.out}", f"--language={LANGUAGE}"]
@@ -155,7 +156,7 @@ class Bench:
 
 
 def compare_rates(bench: Bench) -> Iterator[Row]:
-    """The library alone beside the whole build, in turn."""
+    """Compares the library alone with the whole build, alternating."""
     text = bench.cut(bench.options.megabytes)
     sentences = split(text, bench.work / "sentences.txt")
     alone, builds = [], []
@@ -172,11 +173,11 @@ def compare_rates(bench: Bench) -> Iterator[Row]:
     stages = {name: 60 * int(minutes or 0) + float(seconds) for name, minutes, seconds in STAGE.findall(middle.output)}
     for name, seconds in stages.items():
         yield Row(f"  {name}", seconds, "s")
-    yield Row("  all else: start, hashes, manifest", middle.seconds - sum(stages.values()), "s")
+    yield Row("  everything else: start, hashes, manifest", middle.seconds - sum(stages.values()), "s")
 
 
 def compare_memory(bench: Bench) -> Iterator[Row]:
-    """Peaks by size of the text and by passes over it."""
+    """Peak memory by size of the text and by number of passes over it."""
     small, large = bench.cut(bench.options.megabytes), bench.cut(bench.options.large_megabytes)
     peaks = []
     for text, duplicates in ((small, 1), (large, 1), (small, DUPLICATES)):
@@ -186,11 +187,11 @@ def compare_memory(bench: Bench) -> Iterator[Row]:
         times = f"{done.anonymous / peaks[0].anonymous:.2f} times the first"
         yield Row(f"{name}: anonymous memory", done.anonymous / MB, "MB", times)
         times = f"{done.total / peaks[0].total:.2f} times the first"
-        yield Row(f"{name}: with pages of files", done.total / MB, "MB", times)
+        yield Row(f"{name}: with file-backed pages", done.total / MB, "MB", times)
 
 
 def compare_google(bench: Bench) -> Iterator[Row]:
-    """Google's script and our build, on one core each, in turn."""
+    """Compares Google's script with our build, each on one core, alternating."""
     ours, theirs = bench.cut(bench.options.megabytes), bench.cut(bench.options.google_megabytes)
     core = min(os.sched_getaffinity(0))
     stand_in = bench.work / "stand-in"
@@ -212,7 +213,7 @@ def compare_google(bench: Bench) -> Iterator[Row]:
             done = run(command, bench.work, environment, core)
             imports, samples = IMPORTS.search(done.output), WROTE.findall(done.output)
             if imports is None or not samples:
-                raise DataError(f"Google's script did not tell of its samples: {done.output[-200:]}")
+                raise DataError(f"Google's script did not report its number of samples: {done.output[-200:]}")
             scripts[name].append(done.cpu - float(imports[1]))
             wrote[name] = int(samples[-1])
     made = load_manifest(bench.out).counts.samples
@@ -225,7 +226,7 @@ def compare_google(bench: Bench) -> Iterator[Row]:
 
 
 def google_command(bench: Bench, sentences: Path) -> list[str]:
-    """Google's script with the settings and the vocabulary of the last build."""
+    """The command line of Google's script, with the settings and the vocabulary of the last build."""
     settings, tokenizer = load_manifest(bench.out).settings, bench.out / TOKENIZER_FOLDER
     flags = {
         "input_file": sentences,
@@ -243,7 +244,7 @@ def google_command(bench: Bench, sentences: Path) -> list[str]:
 
 
 def compare_identity(bench: Bench) -> Iterator[Row]:
-    """Shards by number of processes and of ranks. Raises DataError at the end if they are not the same."""
+    """Compares shards across process and rank counts. Raises DataError at the end if they differ."""
     text = bench.cut(bench.options.megabytes)
     mpi = shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
     manifests: dict[str, Manifest] = {}
@@ -252,23 +253,23 @@ def compare_identity(bench: Bench) -> Iterator[Row]:
         manifests[f"ranks {ranks}" if ranks else f"processes {count}"] = load_manifest(bench.out)
     first, *others = manifests
     different = [name for name in others if manifests[name] != manifests[first]]
-    made = ", ".join(manifests) + ("" if mpi else "; no mpirun or no mpi4py, so no ranks")
+    made = ", ".join(manifests) + ("" if mpi else "; no ranks, since mpirun or mpi4py is missing")
     yield Row("data sets that differ from the first", len(different), "", f"of {len(manifests)}: {made}")
     if different:
-        raise DataError(f"not the same shards with {' and with '.join(different)} as with {first}")
+        raise DataError(f"the shards with {' and with '.join(different)} differ from those with {first}")
 
 
 PARTS = {"rates": compare_rates, "memory": compare_memory, "google": compare_google, "identity": compare_identity}
 
 
 def read_paragraphs(inputs: list[Path]) -> Iterator[tuple[int, str]]:
-    """(number of the document, text) of the whole input."""
+    """(document number, text) of each paragraph of the input."""
     for chunk in read_chunks(find_sources(inputs), Reading()):
         yield from chunk.paragraphs
 
 
 def split(text: Text, path: Path) -> Path:
-    """Writes the sentences that a build makes of a text, one a line, with a blank line between documents."""
+    """Writes the sentences that a build makes from a text, one per line, with a blank line between documents."""
     say(f"splitting {text} into sentences")
     with path.open("w", encoding="utf-8") as file:
         for _, document in groupby(read_paragraphs([text.path]), itemgetter(0)):
@@ -279,7 +280,7 @@ def split(text: Text, path: Path) -> Path:
 
 
 def encode(sentences: Path, tokenizer: Path) -> float:
-    """Seconds for `encode_batch` over all sentences, ids not taken out; wants a process whose threads are not set."""
+    """Seconds for `encode_batch` over all sentences, ids not read. Needs a process with default threading."""
     lines = [line for line in sentences.read_text("utf-8").split("\n") if line]
     loaded = load_tokenizer(tokenizer)
     encoder = bert_encoder(loaded.pieces, loaded.settings)
@@ -290,38 +291,38 @@ def encode(sentences: Path, tokenizer: Path) -> float:
 
 
 def say(what: str) -> None:
-    """A progress line."""
+    """Prints a progress line."""
     print(f"bench: {what}", file=sys.stderr, flush=True)
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line. Raises DataError for what would fail later."""
+    """Parses the command line. Raises DataError for anything that would fail later."""
     parser = Parser("python -m data_prep.bench", description="Measure the build on this machine.")
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text, as `build` takes it")
-    add("--tokenizer", type=Path, required=True, metavar="DIR", help="as `build` takes it")
+    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text files or folders, as for `build`")
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="tokenizer folder, as for `build`")
     add("--google", type=Path, metavar="DIR", help="checkout of github.com/google-research/bert")
     add("--tensorflow", type=Path, metavar="PYTHON", help="interpreter that has TensorFlow 2, for Google's script")
-    add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)} (all that can be)")
-    add("--megabytes", type=float, default=20, metavar="X", help="text of all parts (%(default)s)")
-    add("--large-megabytes", type=float, default=120, metavar="X", help="the larger text of memory (%(default)s)")
-    add("--google-megabytes", type=float, default=2, metavar="X", help="text of Google's script (%(default)s)")
-    add("--repeats", type=int, default=3, metavar="N", help="of what is timed in turn (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the figures here, too")
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"any of {', '.join(PARTS)} (all that can run)")
+    add("--megabytes", type=float, default=20, metavar="X", help="text for every part (%(default)s)")
+    add("--large-megabytes", type=float, default=120, metavar="X", help="the larger text for memory (%(default)s)")
+    add("--google-megabytes", type=float, default=2, metavar="X", help="text for Google's script (%(default)s)")
+    add("--repeats", type=int, default=3, metavar="N", help="repeats of each timed run (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="also write the results here")
     options = parser.parse_args(arguments)
     options.only = options.only or [part for part in PARTS if part != "google" or options.google]
     if "google" in options.only and options.google is None:
-        parser.error("google wants --google, a checkout")
+        parser.error("--only google needs --google, a checkout")
     for size in ("megabytes", "large_megabytes", "google_megabytes"):
         check_range("--" + size.replace("_", "-"), getattr(options, size), LEAST, MOST)
     check_range("--repeats", options.repeats, 1)
     if options.json:
-        check_place("--json", options.json, ".json", new=True)  # a tokenizer.json, perhaps
+        check_place("--json", options.json, ".json", new=True)  # it could be a tokenizer.json
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; returns the exit code, 2 after one line on stderr."""
+    """Prints the table and returns the exit code: 0, or 2 after one error line on stderr."""
     try:
         measure(read_options(arguments))
     except (DataError, OSError) as error:
@@ -331,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Every part that was chosen, a row as soon as it is known."""
+    """Runs every chosen part, and prints each row as soon as it is known."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine = f"{model[1] if model else platform.machine()}, Python {platform.python_version()}"
     print(machine)

@@ -2,9 +2,9 @@
 
     text --tokenize_chunk--> store --select--> documents --plan_pairs--> plan --make_samples--> shards, manifest
 
-All but the second are maps of a pure function over pieces of work that do not depend on the number of
-processes. The plan is shuffled by a function of the seed, and shard k is its k-th slice; so a shard depends on
-corpus, settings, seed and k only, and a rerun after a kill makes just the shards that are missing.
+All stages except the second map a pure function over units of work that do not depend on the number of
+processes. The plan is shuffled by a function of the seed, and shard k is its k-th slice. So a shard depends only on
+corpus, settings, seed and k, and a rerun after a kill makes only the missing shards.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ def build(
     store: Path | None = None,
     figures: Figures | None = None,
 ) -> Manifest:
-    """Makes the data set, or what is missing of it after a run that was killed.
+    """Makes the data set, or the missing part of it after a run that was killed.
 
     Args:
-        inputs: text files and folders of them.
-        tokenizer: folder as `load_tokenizer` reads it; the data set gets a copy that holds the build's cleaning.
-        out: new or empty folder, or one in which the same build was begun.
-        store: folder to keep the tokenized text in, for other builds from it; None: it is removed at the end.
-        figures: are counted up meanwhile, for who watches.
+        inputs: text files, or folders of text files.
+        tokenizer: folder for `load_tokenizer`; the data set gets a copy that includes the build's cleaning.
+        out: new or empty folder, or one in which the same build was started.
+        store: folder that keeps the tokenized text for other builds; None: the text is removed at the end.
+        figures: metrics that are updated during the build.
 
-    Raises DataError for bad input; as long as there is no shard yet, nothing is left behind then.
+    Raises DataError for bad input. If no shard was written before the error, nothing is left behind.
     """
     loaded = load_tokenizer(tokenizer)
     if loaded.added:
@@ -96,7 +96,7 @@ def build(
             "can be built only without them: name a tokenizer without added tokens"
         )
     loaded = loaded.with_cleaning()
-    make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # refuses one that is too small
+    make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # raises if the vocabulary is too small
     sources = _find_text(inputs, settings, [tokenizer, out, *([store] if store else [])])
     left_out = find_left_out(inputs, settings.format)
     say_left_out(left_out)
@@ -119,7 +119,7 @@ def build(
         with start_workers(processes) as workers:
             manifest = _make(job, sources, hashes, left_out, workers, figures)
     except KilledError:
-        raise  # what is done is kept for the next run
+        raise  # the next run reuses what is done
     except DataError:
         release(job)
         raise
@@ -130,19 +130,19 @@ def build(
 
 
 def plan_block(block: Block, job: Job) -> tuple[bytes, PlanCounts]:
-    """The pairs of a block, raw PAIR records, and what became of its tokens."""
+    """The pairs of a block as raw PAIR records, and counts of where its tokens went."""
     pairs, counts = plan_pairs(job.open_store(), block, job.settings, job.vocabulary)
     return pairs.tobytes(), counts
 
 
 def make_shard(number: int, job: Job) -> Measured:
-    """Makes shard ``number`` unless it is there and whole. Returns what `measure_shard` reads in it."""
+    """Makes shard ``number`` unless a valid one exists. Returns the result of `measure_shard`."""
     name = shard_name(number)
     if tar_path(job.out, name).exists():
         try:
             return measure_shard(job.out, name, job.tokenizer.vocab_size)
         except DataError:
-            pass  # damaged since the run that made it: made again
+            pass  # damaged since it was made: make it again
     plan = job.open_plan()
     size = job.settings.samples_per_shard
     numbers = np.arange(number * size, min((number + 1) * size, len(plan)))
@@ -157,7 +157,7 @@ def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> list
     for folder in ours:
         inside = [source.path for source in sources if folder.resolve() in source.path.resolve().parents]
         if inside:
-            raise DataError(f"input {inside[0]} lies in {folder}, which this build reads or writes; move one of them")
+            raise DataError(f"input {inside[0]} is inside {folder}, which this build reads or writes; move one of them")
     return sources
 
 
@@ -169,7 +169,7 @@ def _make(
     workers: Workers,
     figures: Figures,
 ) -> Manifest:
-    """The four stages."""
+    """Runs the four stages."""
     files = _tokenize(job, sources, hashes, workers, figures)
     selected = _select(job, figures)
     planned = _plan(job, selected, workers, figures)
@@ -243,10 +243,10 @@ def _select(job: Job, figures: Figures) -> Selected:
         raise DataError(
             f"{documents} of {selected.documents} documents left: {selected.duplicates} are duplicates, "
             f"{selected.other_part} are on the other side of --held-out-share {job.settings.held_out_share:g}; "
-            "change the share or bring more text"
+            "change the share or add more text"
         )
     raise DataError(
-        f"one document only (sentences: {selected.sentences}): no other to draw a 'not next' sentence from; put a "
+        f"one document only (sentences: {selected.sentences}), so none to draw a 'not next' sentence from; put a "
         "blank line between the documents of a .txt, or one document on each line of a .jsonl, or choose --pairs "
         "sop or single"
     )
@@ -265,7 +265,7 @@ def _plan(job: Job, selected: Selected, workers: Workers, figures: Figures) -> P
                 total += counts
                 figures.advance(counts.tokens)
             if total[PlanCounts._fields.index("unmaskable")] and not file.tell():
-                raise DataError("no sample holds a token that can be predicted: is it the tokenizer of this text?")
+                raise DataError("no sample has a token that can be predicted: does the tokenizer fit this text?")
             if not file.tell():
                 raise DataError(
                     f"no pair of sentences: {selected.lone_sentences} of {selected.documents} documents have only "
@@ -302,7 +302,7 @@ def _make_shards(
 
 
 def _read_again(path: Path, *columns: int) -> NDArray[np.int64]:
-    """Counts that this run wrote, or one that was killed."""
+    """Reads counts that this run, or a killed one before it, wrote."""
     try:
         return read_integers(path, *columns, what="counts")
     except DataError as error:
@@ -310,7 +310,7 @@ def _read_again(path: Path, *columns: int) -> NDArray[np.int64]:
 
 
 def _finished(manifest: Manifest, figures: Figures) -> Manifest:
-    """Sets the figures to the whole data set's, of which this run may have made a part only."""
+    """Sets the metrics to those of the whole data set, even if this run made only part of it."""
     corpus, plan = manifest.corpus, manifest.plan
     figures.bytes_read = sum(file.bytes for file in corpus.files)
     figures.bytes_replaced = sum(file.replaced for file in corpus.files)

@@ -1,14 +1,14 @@
-"""Text files to paragraphs, as a stream in bounded memory.
+"""Reads text files as a stream of paragraphs, in bounded memory.
 
-Plain text holds one paragraph or sentence a line and a blank line between documents. JSON lines hold one document a
-line, in a field of an object, with a blank line between paragraphs; ``.parquet`` holds one a row, in a column.
-wikiextractor's output is either its articles, from <doc …> to </doc>, or JSON lines. All but .parquet may be
-compressed with gzip, bzip2, xz or zstd. Memory holds a line of JSON, and a page of .parquet, as a whole; a line of
-plain text is cut instead.
+Plain text has one paragraph or sentence per line and a blank line between documents. JSON lines have one document
+per line, in a field of an object, with a blank line between paragraphs; ``.parquet`` has one per row, in a column.
+wikiextractor's output is either its articles, from <doc …> to </doc>, or JSON lines. All formats except .parquet may
+be compressed with gzip, bzip2, xz or zstd. A line of JSON or a page of .parquet is held in memory as a whole; a long
+line of plain text is cut instead.
 
-A line ends at LF or CRLF and nowhere else: a lone CR, VT, FF, NEL, U+2028 and their like are white space within it.
-Text is UTF-8. What is not is an error with its place ("strict"), or becomes U+FFFD and is counted ("replace").
-Records without text and those that are not wanted are left out, and counted.
+A line ends at LF or CRLF and nowhere else: a lone CR, VT, FF, NEL or U+2028 is whitespace within the line. Text is
+UTF-8. Other bytes are an error with their position ("strict"), or are replaced by U+FFFD and counted ("replace").
+Records without text and records that are not wanted are left out and counted.
 """
 
 from __future__ import annotations
@@ -30,54 +30,54 @@ from data_prep.json_text import parse_json
 from data_prep.lines import NEAR, Block, read_blocks, read_head
 from data_prep.sources import Source, Where, format_of
 
-CHUNK_CHARACTERS = 1 << 18  # what a worker gets at once
+CHUNK_CHARACTERS = 1 << 18  # given to a worker at once
 LONGEST_PARAGRAPH = 1 << 20  # bytes of a line of .txt, characters of any other paragraph; a longer one is cut
 LONGEST_RECORD = 1 << 27  # bytes of a line of .jsonl: it has to be parsed in one piece
-BATCH_BYTES, BATCH_ROWS = 1 << 22, 256  # of .parquet read at once: about so many bytes, at most so many rows
+BATCH_BYTES, BATCH_ROWS = 1 << 22, 256  # of .parquet read at once: about this many bytes, at most this many rows
 REPLACEMENT = "\ufffd"
-HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can spell half of a surrogate pair, UTF-8 can't
-MARKUP = ("<doc ", "</doc>", "<DOC>", "<!DOCTYPE", "<html", "<mediawiki", "WARC/1.", '{"')  # begins what is no text
-MARKUP_STARTS = frozenset(mark[0] for mark in MARKUP)  # asked first: few lines have one
+HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can encode half of a surrogate pair; UTF-8 can't
+MARKUP = ("<doc ", "</doc>", "<DOC>", "<!DOCTYPE", "<html", "<mediawiki", "WARC/1.", '{"')  # starts of markup
+MARKUP_STARTS = frozenset(mark[0] for mark in MARKUP)  # tested first: few lines have one
 ARTICLE = re.compile(r'<doc(?: .*?(?:title="(?P<title>.*)")?)?>')
-ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}  # what wikiextractor writes for these characters
+ENTITIES = {"&lt;": "<", "&gt;": ">", "&amp;": "&"}  # how wikiextractor escapes these characters
 ENTITY = re.compile("|".join(ENTITIES))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read."""
+    """Options for reading the files."""
 
-    where: Where = None  # the records of .jsonl and .parquet to take: all, or those with this field
-    text_field: str = "text"  # of a record
+    where: Where = None  # which .jsonl and .parquet records to take: all, or those with this field
+    text_field: str = "text"  # field of a record with the text
     bad_bytes: str = "strict"  # or "replace"
-    format: str = "auto"  # of files whose ending does not say it: one of `sources.FORMATS`
+    format: str = "auto"  # for files whose extension does not determine it: one of `sources.FORMATS`
 
 
 class Paragraph(NamedTuple):
-    """Text that is not blank, without the white space around it."""
+    """Non-blank text, stripped of surrounding whitespace."""
 
-    first: bool  # does a document start here
+    first: bool  # whether a document starts here
     text: str
-    replaced: int  # U+FFFD put in for what is no UTF-8; those of a whole record stand at its first paragraph
+    replaced: int  # U+FFFD put in for bytes that are not UTF-8; a record's total is on its first paragraph
     cut: int  # 1 if it is the continuation of a paragraph that was too long, else 0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Paragraphs of one file. A chunk without any tells of what was left out, or of the last bytes of a corpus."""
+    """Paragraphs of one file. A chunk without paragraphs reports what was left out, or the last bytes of a corpus."""
 
     source: int
     paragraphs: list[tuple[int, str]]  # number of the document in the corpus, counted from 1, and text
-    read: int  # bytes on disk since the chunk before, of files without text between them too: all sum to the sizes
-    replaced: int  # sum of the paragraphs'
-    cut: int  # sum of the paragraphs'
-    documents: int  # that begin here, with or without visible text, but for the blank ones
+    read: int  # bytes on disk since the previous chunk, textless files included; they add up to the file sizes
+    replaced: int  # sum over the paragraphs
+    cut: int  # sum over the paragraphs
+    documents: int  # non-blank ones that begin here, with or without visible text
     left: Mapping[str, int]  # see `read_paragraphs`
 
 
 def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
-    """The corpus in order, cut between paragraphs into chunks that do not depend on who will work on them."""
-    document = untold = 0  # untold: bytes that no chunk has told of
+    """The corpus in order, split between paragraphs into chunks. The split does not depend on the number of workers."""
+    document = untold = 0  # untold: bytes that no chunk has reported yet
     for number, source in enumerate(sources):
         with source.path.open("rb", buffering=0) as disk:
             size, told = os.fstat(disk.fileno()).st_size, 0
@@ -108,18 +108,18 @@ def read_paragraphs(source: Source, reading: Reading, left: Counter[str] | None 
     """The paragraphs of a file, in order, none longer than LONGEST_PARAGRAPH.
 
     Args:
-        left: is counted up by what is left out: "blank" records, "unwanted" ones, which ``reading.where`` does not
-            take, and "titles" of articles; and by the lines of "markup" that are read as text.
+        left: counters to increment: "blank" records, "unwanted" records (rejected by ``reading.where``) and "titles" of
+            articles, which are left out, and lines of "markup" that are read as text.
 
-    Raises DataError with file and line (or row) for what is no UTF-8 if ``reading`` is strict, no JSON, or without
-    the text field; with the file for one that is damaged or cut off.
+    Raises DataError with file and line (or row) for text that is not UTF-8 if ``reading`` is strict, for invalid JSON
+    and for a missing text field, and with the file name for a file that is damaged or truncated.
     """
     with source.path.open("rb", buffering=0) as disk:
         yield from _read(disk, source.path, reading, Counter() if left is None else left)
 
 
 def _read(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
-    """Moves ``disk``: its position says how much of the file has been read."""
+    """Dispatches on the format. The position of ``disk`` shows how much of the file has been read."""
     match format_of(path.name, reading.format):
         case "parquet":
             return _read_rows(disk, path, reading, left)
@@ -134,7 +134,7 @@ def _read(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Ite
 
 
 def _read_text(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
-    first, written = True, False  # does a document start; had the line that a block goes on with any text
+    first, written = True, False  # does a document start; did the line that continues into this block have any text
     for block in read_blocks(disk, path, LONGEST_PARAGRAPH):
         for line, replaced in _decode_lines(block, path, reading):
             text = line.strip()
@@ -148,12 +148,12 @@ def _read_text(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -
 
 
 def _read_articles(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
-    """wikiextractor's text: an article from <doc …> to </doc>, a paragraph a line, its first line the title.
+    """wikiextractor's text: an article from <doc …> to </doc>, one paragraph per line; the first line is the title.
 
-    An article is a document, without its title, which is no sentence. Text outside is read as that of a .txt.
+    An article is a document; its title is left out, as it is not a sentence. Text outside articles is read as in .txt.
     """
     first, written = True, False  # as in `_read_text`
-    opened, title = 0, None  # number of the line of <doc …>, 0 outside; the title, until the article's first line
+    opened, title = 0, None  # line number of <doc …>, 0 outside; the title, until the article's first line
     for block in read_blocks(disk, path, LONGEST_PARAGRAPH):
         for number, (line, replaced) in enumerate(_decode_lines(block, path, reading), block.number):
             text = line.strip()
@@ -187,7 +187,7 @@ def _unescape(text: str) -> str:
 
 
 def _article_of(text: str) -> str:
-    """The text of wikiextractor's JSON, which has a paragraph on each line, as `_document` takes it."""
+    """Converts the text of wikiextractor's JSON, one paragraph per line, to the form that `_document` expects."""
     return _unescape(text).replace("\n", "\n\n")
 
 
@@ -208,7 +208,7 @@ def _read_records(
         for number, line in enumerate(block.data.split(b"\n"), block.number):
             place = f"{path}, line {number}"
             if not block.ends:
-                raise DataError(f"{place}: longer than {LONGEST_RECORD:,} bytes; JSON lines hold one document a line")
+                raise DataError(f"{place}: longer than {LONGEST_RECORD:,} bytes; write one document per line")
             data, replaced = _decode(line, place, reading)
             if not data.strip():
                 continue
@@ -220,12 +220,12 @@ def _read_records(
 
 
 def _text_of(line: str, place: str, reading: Reading) -> str | None:
-    """The text of a line of JSON; None if its record is not wanted."""
+    """The text of a JSON line; None if its record is not wanted."""
     try:
         record = parse_json(line)
     except ValueError as error:
         reason = str(error).replace("line 1 ", "")
-        raise DataError(f"{place}: not JSON ({reason}); write one record a line") from None
+        raise DataError(f"{place}: not JSON ({reason}); write one record per line") from None
     field = reading.text_field
     if isinstance(record, dict) and not _matches(record, reading.where):
         return None
@@ -261,7 +261,7 @@ def _read_rows(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -
                         yield from _row(data, f"{path}, row {number}", reading, left)
                     else:
                         left["unwanted"] += 1
-                disk.seek(size * number // file.metadata.num_rows)  # pyarrow reads by a handle of its own
+                disk.seek(size * number // file.metadata.num_rows)  # pyarrow reads through its own handle
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if shortage(error):
             raise
@@ -281,19 +281,19 @@ def _row(data: bytes | None, place: str, reading: Reading, left: Counter[str]) -
 
 
 def _decode(data: bytes, place: str, reading: Reading, column: int = 0) -> tuple[str, int]:
-    """Text, and how often U+FFFD stands in for what is no UTF-8 (as Python replaces it)."""
+    """The text, and how often U+FFFD replaced bytes that are not UTF-8 (by Python's rules)."""
     good = read_utf8(data)
     if good is not None:
         return good, 0
     if reading.bad_bytes == "strict":
-        remedy = "convert the file to UTF-8, or take --bad-bytes replace"
+        remedy = "convert the file to UTF-8, or use --bad-bytes replace"
         raise DataError(f"{place}: {flaw(data, column)}; {remedy}")
     text = data.decode(errors="replace")
     return text, text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
 
 
 def _matches(record: dict[str, Any], where: Where) -> bool:
-    """Values are compared as JSON spells them, or else Python (a date); a field that is missing never matches."""
+    """Compares values as JSON writes them, or else as Python does (a date); a missing field never matches."""
     if where is None:
         return True
     field, wanted = where
@@ -310,7 +310,7 @@ def _document(text: str, replaced: int, place: str, reading: Reading, left: Coun
         if reading.bad_bytes == "strict":
             raise DataError(
                 f"{place}: not Unicode text ({error.reason} at character {error.start}); "
-                "correct it, or take --bad-bytes replace"
+                "fix it, or use --bad-bytes replace"
             ) from None
         text, halves = HALF_PAIR.subn(REPLACEMENT, text)
         replaced += halves
@@ -326,7 +326,7 @@ def _document(text: str, replaced: int, place: str, reading: Reading, left: Coun
 
 
 def _split_paragraphs(text: str) -> Iterator[str]:
-    """Runs of lines that are not blank; the lines of a run are one paragraph."""
+    """Splits the text at blank lines; each run of non-blank lines is one paragraph."""
     run: list[str] = []
     for line in [*text.split("\n"), ""]:
         line = line.strip()
@@ -338,7 +338,7 @@ def _split_paragraphs(text: str) -> Iterator[str]:
 
 
 def _pieces(paragraph: str) -> Iterator[str]:
-    """Of at most LONGEST_PARAGRAPH characters, none blank."""
+    """Cuts a paragraph into non-blank pieces of at most LONGEST_PARAGRAPH characters."""
     while len(paragraph) > LONGEST_PARAGRAPH:
         space = paragraph.rfind(" ", LONGEST_PARAGRAPH - NEAR, LONGEST_PARAGRAPH)
         end = space if space > 0 else LONGEST_PARAGRAPH

@@ -1,9 +1,9 @@
-"""Randomness as a pure function of a key, the same on every machine and for ever.
+"""Randomness as a pure function of a key, identical on every machine and in every version.
 
-A draw depends on its key only, such as (seed, purpose, sample, position), never on what was drawn before:
-so any process may make any shard, and a rerun makes the same one. The generator is the output function of
+A draw depends only on its key, for example (seed, purpose, sample, position), never on earlier draws. So any
+process can make any shard, and a rerun makes the same one. The generator is the output function of
 SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, figure 16),
-applied once for each word of the key.
+applied once per word of the key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
-ROUNDS = 6  # of the Feistel network in `shuffled`
+ROUNDS = 6  # rounds of the Feistel network in `shuffled`
 
 
 def bits(*key: ArrayLike) -> NDArray[np.uint64]:
@@ -30,19 +30,19 @@ def bits(*key: ArrayLike) -> NDArray[np.uint64]:
 
 
 def uniform(*key: ArrayLike) -> NDArray[np.float64]:
-    """A number in [0, 1) for each key, a multiple of 2**-53."""
+    """A number in [0, 1) for each key, as a multiple of 2**-53."""
     return (bits(*key) >> np.uint64(11)) * np.float64(2.0**-53)
 
 
 def permutation(n: int, *key: ArrayLike) -> NDArray[np.int64]:
-    """A random order of 0..n-1, int64[n]. For n that fits in memory; see `shuffled` for the others."""
+    """A random order of 0..n-1, int64[n]. For n that fits in memory; otherwise see `shuffled`."""
     return np.argsort(bits(*key, np.arange(n)), kind="stable")
 
 
 def shuffled(indices: NDArray[np.int64], n: int, *key: ArrayLike) -> NDArray[np.int64]:
-    """Where a random order of 0..n-1 puts each of ``indices``: a permutation that is never held in memory.
+    """The place of each of ``indices`` in a random order of 0..n-1, without holding the permutation in memory.
 
-    A balanced Feistel network over the smallest 4**h >= n; results of n or more are sent through again until
+    A balanced Feistel network over the smallest 4**h >= n; results of n or more go through again until
     they fall below n ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)

@@ -1,4 +1,4 @@
-"""Whether bytes are UTF-8 text: one judgement for all commands that read text."""
+"""Decides whether bytes are UTF-8 text, the same way for every command that reads text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ ZERO_WIDTH_SPACE = "\u200b".encode()
 
 
 def read_utf8(data: bytes) -> str | None:
-    """The text of ``data``, or None if it is not UTF-8 text: `flaw` says why.
+    """The text of ``data``, or None if it is not UTF-8 text; `flaw` gives the reason.
 
-    A NUL beside visible characters is a flaw: UTF-16 without a byte order mark is valid UTF-8 with a NUL in every
-    other byte. NULs alone are not: a file system that crashed leaves them, and they hold no text.
+    A NUL next to visible characters is a flaw: UTF-16 without a byte order mark is valid UTF-8 with a NUL in every
+    other byte. NULs alone are not a flaw: a crashed file system leaves them, and they contain no text.
     """
     try:
         text = data.decode()
@@ -20,10 +20,10 @@ def read_utf8(data: bytes) -> str | None:
 
 
 def flaw(data: bytes, column: int = 0) -> str:
-    """Says why ``data`` is not UTF-8 text; "" if it is.
+    """The reason why ``data`` is not UTF-8 text; "" if it is.
 
     Args:
-        column: bytes of the line before ``data``.
+        column: number of bytes on the line before ``data``.
     """
     if read_utf8(data) is not None:
         return ""

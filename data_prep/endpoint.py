@@ -1,8 +1,8 @@
-"""An HTTP endpoint for Prometheus that no client can turn against the program behind it.
+"""An HTTP endpoint for Prometheus, bounded so that no client can harm the program behind it.
 
-One thread serves every connection. It bounds how many there are, how many bytes a request has, how long a connection
-lives and how many are accepted a second. A client that floods the port costs scrapes, but none of the program's
-descriptors, memory or processor time beyond these bounds.
+One thread serves every connection. It limits the number of open connections, the size of a request, the lifetime of a
+connection and the number accepted per second. A client that floods the port costs scrapes, but no file descriptors,
+memory or CPU time beyond these limits.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any
 
-CONNECTIONS = 16  # open at once; one more closes the oldest
+CONNECTIONS = 16  # open at once; a further one closes the oldest
 REQUEST_BYTES = 8 << 10
-SECONDS = 10.0  # from accepting a connection to the end of the answer; Prometheus gives up then, too, by default
+SECONDS = 10.0  # from accept to the end of the answer; also Prometheus's default scrape timeout
 PAUSE = 0.05  # seconds after each accepted connection: at most 20 a second
-POLL = 0.2  # seconds between two looks at the clock
-# what a request may make an application raise; it is answered, and the next client gets its own answer
+POLL = 0.2  # seconds between two checks of the clock
+# errors that a request may cause in the application; the client gets a 500, and serving continues
 PROVOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 Application = Callable[[dict[str, str], Callable[[str, list[tuple[str, str]]], Any]], Iterable[bytes]]  # WSGI's
 
 
 def listen(port: int, address: str) -> socket.socket:
-    """A socket that listens there, for IPv4 or IPv6 as ``address`` says; port 0: the system chooses.
+    """A socket that listens on ``port`` of ``address``, an IPv4 or IPv6 one. Port 0: the system chooses.
 
-    Raises OSError, OverflowError or UnicodeError if there is no such port or host, or it is taken.
+    Raises OSError, OverflowError or UnicodeError if the port or host does not exist or the port is in use.
     """
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -49,13 +49,13 @@ class _Connection:
     socket: socket.socket
     until: float  # time.monotonic() at which it is closed
     request: bytearray = field(default_factory=bytearray)
-    answer: memoryview | None = None  # what is still to be sent, once the request is whole
+    answer: memoryview | None = None  # what is still to be sent, once the request is complete
 
 
 class Endpoint:
-    """Answers HTTP requests with ``application`` from a thread of its own until it is closed, or the process ends.
+    """Answers HTTP requests with ``application``, from a separate thread, until it is closed or the process ends.
 
-    Raises what `listen` raises.
+    Raises the errors of `listen`.
     """
 
     def __init__(self, port: int, address: str, application: Application) -> None:
@@ -83,7 +83,7 @@ class Endpoint:
             for key, _ in self._selector.select(POLL):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fd in self._connections:  # else it was closed to make room for a newer one
+                elif key.fd in self._connections:  # otherwise it was closed to make room for a newer one
                     self._advance(self._connections[key.fd])
             now = time.monotonic()
             for connection in [each for each in self._connections.values() if each.until < now]:
@@ -92,7 +92,7 @@ class Endpoint:
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except (OSError, MemoryError):  # the client has gone, or the process has no descriptor left: it waits its turn
+        except (OSError, MemoryError):  # the client is gone, or no descriptor is left: retry later
             time.sleep(PAUSE)
             return
         connection = _Connection(accepted, time.monotonic() + SECONDS)
@@ -107,7 +107,7 @@ class Endpoint:
         time.sleep(PAUSE)
 
     def _advance(self, connection: _Connection) -> None:
-        """Receive or send what is possible without waiting."""
+        """Receive or send as much as possible without blocking."""
         try:
             if connection.answer is None:
                 self._receive(connection)
@@ -122,7 +122,7 @@ class Endpoint:
     def _receive(self, connection: _Connection) -> None:
         data = connection.socket.recv(REQUEST_BYTES)
         if not data:
-            raise ConnectionResetError("it was closed before its request was whole")
+            raise ConnectionResetError("closed before the request was complete")
         connection.request += data
         head, end, _ = bytes(connection.request).replace(b"\r\n", b"\n").partition(b"\n\n")
         if len(connection.request) > REQUEST_BYTES:
@@ -142,7 +142,7 @@ class Endpoint:
 
 
 def respond(head: str, application: Application) -> bytes:
-    """The answer to a request's first line and headers, parted by LF."""
+    """The answer to a request line and headers, separated by LF."""
     first, *lines = head.split("\n")
     method, _, target = first.partition(" ")
     path, _, query = target.partition(" ")[0].partition("?")

@@ -1,10 +1,10 @@
-"""The errors that data preparation raises for its user."""
+"""Errors that data preparation reports to its user."""
 
 from __future__ import annotations
 
 import errno
 
-# What the machine lacks or fails to do, by error number. None of it is the input's fault, and all of it may pass.
+# Failures of the machine, by error number. None is the input's fault, and all may be temporary.
 SHORTAGES = {
     errno.EMFILE: "out of file descriptors: raise ulimit -n",
     errno.ENFILE: "the machine is out of file descriptors: raise fs.file-max",
@@ -31,9 +31,9 @@ class KilledError(DataError):
 
 
 def shortage(error: BaseException | None) -> str:
-    """The resource that ran out or the device that failed, and what to do; empty for any other error.
+    """The resource that ran out or the device that failed, with the remedy; empty for any other error.
 
-    Looks at the errors that ``error`` arose from, too. Such an error may pass, so to start again may help.
+    Also checks the errors that caused ``error``. These errors may be temporary, so a retry may succeed.
     """
     while error is not None:
         if isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""A data set in words: its statistics, and its samples as text with the masks done and undone."""
+"""Describes a data set in words: its statistics, and samples as text with both the masked and the original words."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from data_prep.shards import Sample, decode_sample, index_path, read_index, tar_
 from data_prep.sources import describe_left_out
 from data_prep.tokenizer import load_proven
 
-UNKNOWN_LIMIT = 0.01  # of a file's tokens; above it the tokenizer does not suit the text
-TRUE_PAIRS = (0.4, 0.6)  # share of the pairs that the model can learn from
-MASKED_LIMIT = 0.8  # of the share asked for; below it --max-predictions is too low for the sequences
+UNKNOWN_LIMIT = 0.01  # share of a file's tokens; above this the tokenizer does not fit the text
+TRUE_PAIRS = (0.4, 0.6)  # range of the share of true pairs in which the model can learn
+MASKED_LIMIT = 0.8  # fraction of the requested share; below this --max-predictions is too low for the sequences
 LABELS = {  # by is_next
     "nsp": ("not next, ", "is next, "),
     "sop": ("swapped, ", "in order, "),
@@ -30,7 +30,7 @@ OF_FILES = (  # counts of SourceRecord
 
 
 def describe(manifest: Manifest) -> Iterator[str]:
-    """The statistics of a data set, a line each."""
+    """The statistics of a data set, one per line."""
     counts, corpus, plan, settings = manifest.counts, manifest.corpus, manifest.plan, manifest.settings
     total = {name: sum(getattr(file, name) for file in corpus.files) for name in OF_FILES}
     yield (
@@ -74,7 +74,7 @@ def describe(manifest: Manifest) -> Iterator[str]:
 
 
 def warnings(manifest: Manifest) -> Iterator[str]:
-    """What looks wrong with a data set that is whole, a line each."""
+    """Warnings about a complete data set, one per line."""
     strange = [file for file in manifest.corpus.files if file.unknown > UNKNOWN_LIMIT * file.tokens]
     if strange:
         worst = max(strange, key=lambda file: file.unknown / file.tokens)
@@ -97,27 +97,27 @@ def warnings(manifest: Manifest) -> Iterator[str]:
     if masked < MASKED_LIMIT * settings.masked_share and largest_count(settings) > settings.max_predictions:
         yield (
             f"{masked:.1%} of the tokens masked, wanted {settings.masked_share:.0%}: --max-predictions "
-            f"{settings.max_predictions} is too low for sequences of {settings.sequence_length}, leave it out for "
+            f"{settings.max_predictions} is too low for sequences of {settings.sequence_length}; omit it to use "
             f"{largest_count(settings)}"
         )
 
 
 def warn_of_markup(lines: Mapping[str, int]) -> Iterator[str]:
-    """A warning if text was markup; ``lines``: how many lines of each file."""
+    """A warning if markup was read as text; ``lines``: number of markup lines in each file."""
     found = {name: count for name, count in lines.items() if count}
     if found:
         worst = max(found, key=found.__getitem__)
         yield (
             f"{_amount(len(found), 'file')} with markup that was read as text, most in {worst}: "
-            f"{_amount(found[worst], 'line')} such as <doc …>, <html>, WARC/1.0 or JSON; read wikiextractor's <doc …> "
-            "with --format wikiextractor, name JSON lines .jsonl, and extract the text of anything else"
+            f"{_amount(found[worst], 'line')} such as <doc …>, <html>, WARC/1.0 or JSON; for wikiextractor's <doc …> "
+            "use --format wikiextractor, rename JSON lines to .jsonl, and extract the text of anything else"
         )
 
 
 def show_samples(folder: Path, count: int) -> Iterator[str]:
-    """The first ``count`` samples of a data set as text; what was masked reads {label>what stands there}."""
+    """The first ``count`` samples of a data set as text; a masked position reads {label>masked input}."""
     manifest = load_manifest(folder)
-    remedy = f"run verify --full {folder}, which names all that is to be built again"
+    remedy = f"run verify --full {folder}, which lists everything to rebuild"
     tokenizer = load_proven(folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256, remedy=remedy)
     labels = LABELS[manifest.settings.pairs]
     number = 0

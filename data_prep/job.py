@@ -1,4 +1,4 @@
-"""What every worker knows about a build, and the folder that a build has taken."""
+"""The state of a build that every worker shares, and the claim of a build on its folder."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from data_prep.streams import say_error
 from data_prep.tokenizer import load_once
 from data_prep.verify import verify
 
-WORK = ".work"  # below the output folder, removed at the end
-FINGERPRINT = "fingerprint"  # a file of it marks the folder that a build, or a store, has taken
+WORK = ".work"  # inside the output folder, removed at the end
+FINGERPRINT = "fingerprint"  # name of the file that marks a folder as claimed by a build or a store
 REMEDY = "choose another or remove it"
 ANOTHER = f"of other text or settings; {REMEDY}"
-# Settings that decide what a store holds.
+# Settings that decide the content of a store.
 OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "tokenizers", "sentencex", "format")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A build."""
+    """The settings and folders of a build."""
 
     out: Path
     store: Path  # folder of the tokenized corpus
@@ -45,27 +45,27 @@ class Job:
 
     @property
     def work(self) -> Path:
-        """What the build needs until it is done."""
+        """The folder of everything that the build needs until it is done."""
         return self.out / WORK
 
     @property
     def tokenizer_folder(self) -> Path:
-        """What the workers load; the user's own folder may change meanwhile."""
+        """The tokenizer copy that the workers load; the user's own folder may change during the build."""
         return self.work / TOKENIZER_FOLDER
 
     @property
     def selection(self) -> Path:
-        """File of the documents that take part."""
+        """The file of the selected documents."""
         return self.work / "selection"
 
     @property
     def plan(self) -> Path:
-        """File of pairs, raw PAIR records in corpus order."""
+        """The file of pairs: raw PAIR records in corpus order."""
         return self.work / "plan"
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Which ids can be predicted."""
+        """The ids that can be predicted."""
         return _load_vocabulary(self.tokenizer_folder, self.tokenizer.sha256)
 
     def open_store(self) -> Store:
@@ -78,7 +78,7 @@ class Job:
 
 
 def fingerprint(job: Job, sources: list[tuple[str, str]]) -> str:
-    """Of all that decides the data set, the (name, sha256) of its text among it: equal ones, equal bytes."""
+    """Hash of everything that decides the data set, ``sources`` (name, sha256) included. Equal hashes, equal bytes."""
     settings = asdict(job.settings)
     for field in fields(Settings):
         if field.metadata == LATER and settings[field.name] == field.default:
@@ -87,11 +87,11 @@ def fingerprint(job: Job, sources: list[tuple[str, str]]) -> str:
 
 
 def claim(job: Job, mark: str) -> None:
-    """Takes an empty folder, or goes on in one where the same build was begun. Raises DataError for any other."""
+    """Claims an empty folder, or one in which the same build was started. Raises DataError for any other."""
     out, known = job.out, job.work / FINGERPRINT
     if _is_marked(known, mark):
         for path in out.rglob(f"*{TEMPORARY}"):
-            with suppress(OSError):  # it is in nobody's way: see `replacing`
+            with suppress(OSError):  # a leftover blocks nobody: see `replacing`
                 path.unlink(missing_ok=True)
         return
     found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
@@ -99,13 +99,13 @@ def claim(job: Job, mark: str) -> None:
         raise DataError(f"--out {out} holds another build, {ANOTHER}")
     if found:
         raise DataError(f"--out {out} holds other files ({found[0]}); {REMEDY}")
-    shutil.rmtree(job.work, ignore_errors=True)  # without its mark, nobody knows what it was made from
+    shutil.rmtree(job.work, ignore_errors=True)  # without a mark, its origin is unknown
     job.work.mkdir(parents=True)
     _mark(job.work, mark)
 
 
 def claim_store(job: Job, sources: list[tuple[str, str]]) -> None:
-    """Takes the store's folder likewise: builds of other samples from the same text share it."""
+    """Claims the store's folder in the same way. Builds of different samples from the same text share it."""
     settings = asdict(job.settings)
     held = [settings[name] for name in OF_STORE]
     mark = _hash([FORMAT, VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
@@ -121,14 +121,14 @@ def claim_store(job: Job, sources: list[tuple[str, str]]) -> None:
 
 
 def release(job: Job) -> None:
-    """Removes what a build that has no shard yet left behind; a whole store is kept."""
+    """Removes the leftovers of a build that has no shard yet; a complete store is kept."""
     if not (job.store / COUNTS).exists():
         shutil.rmtree(job.store, ignore_errors=True)
     release_work(job)
 
 
 def release_work(job: Job) -> None:
-    """Likewise, but for the store, which may be somebody else's folder when it was refused."""
+    """Same as `release`, but keeps the store: a store that was refused may be another user's folder."""
     if not list(job.out.glob(PREFIX + "*")):
         shutil.rmtree(job.work, ignore_errors=True)
         with suppress(OSError):  # not empty, or a mount point
@@ -136,7 +136,7 @@ def release_work(job: Job) -> None:
 
 
 def remove_work(job: Job) -> None:
-    """Removes what the build needed until it was done; what cannot be removed costs a warning, not the data set."""
+    """Removes the working files of a finished build. A failure to remove them is only a warning."""
     try:
         shutil.rmtree(job.work)
     except OSError as error:
@@ -144,7 +144,7 @@ def remove_work(job: Job) -> None:
 
 
 def is_complete(job: Job, mark: str) -> bool:
-    """Whether the same build has been done here. Raises DataError if it is damaged, or if another one was done."""
+    """Whether this build was completed here. Raises DataError if it is damaged, or if the folder has another build."""
     if not (job.out / MANIFEST).exists():
         return False
     if load_manifest(job.out).fingerprint != mark:

@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written: limited in size before it is read, and in depth before it is parsed."""
+"""Reads JSON from untrusted files: limits the size before reading and the depth before parsing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-DEEPEST = 64  # brackets within brackets; the deepest file of ours has six
-LARGEST = 1 << 30  # bytes; the manifest of three million text files
-MOST_SHOWN = 240  # characters of a value in an error line
+DEEPEST = 64  # nested brackets; our own deepest file has six
+LARGEST = 1 << 30  # bytes; enough for the manifest of three million text files
+MOST_SHOWN = 240  # characters of a value shown in an error line
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
@@ -39,7 +39,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def shown(value: Any) -> str:
-    """``repr(value)`` for an error line, shortened: the value may be a whole file, or a number of 5,000 digits."""
+    """``repr(value)``, shortened for an error line: the value may be a whole file, or a number of 5,000 digits."""
     text = _Short().repr(value)
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
 
@@ -51,14 +51,14 @@ class _Short(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_int(self, value: int, level: int) -> str:
-        """Python refuses to print more than 4,300 digits."""
+        """Shortens integers, since Python refuses to print more than 4,300 digits."""
         if value.bit_length() <= 128:
             return repr(value)
         return f"about {'-' if value < 0 else ''}2^{value.bit_length() - 1}"
 
 
 def _depth(text: str) -> int:
-    """How deep the brackets outside strings are nested."""
+    """The nesting depth of the brackets outside strings."""
     depth = deepest = 0
     for token in _TOKEN.findall(text):
         if token in "[{":

@@ -1,4 +1,4 @@
-"""Lines of a file that may be compressed (gzip, bzip2, xz, zstd), in bounded memory however long they are."""
+"""Reads lines of a file that may be compressed (gzip, bzip2, xz, zstd), in bounded memory for lines of any length."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ import zstandard
 from data_prep.errors import DataError, shortage
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
-DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what reading a damaged file raises
-NEAR = 1 << 12  # bytes: how far before its limit a line is cut at a space
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # errors from reading a damaged file
+NEAR = 1 << 12  # bytes before the length limit in which to look for a space to cut at
 BLOCK_BYTES = 1 << 18
-READ_BYTES = 1 << 16  # at once from the disk
+READ_BYTES = 1 << 16  # read at once from the disk
 HEAD_BYTES = 1 << 16
-ZSTD_BYTES = 1 << 10  # unpacked at once: they can come to 11 MB
-ZSTD_WINDOW = 1 << 31  # bytes: what `zstd --ultra --long=31` asks of a reader
+ZSTD_BYTES = 1 << 10  # unpacked at once: they can expand to 11 MB
+ZSTD_WINDOW = 1 << 31  # bytes: the window that `zstd --ultra --long=31` needs
 
 
 class Block(NamedTuple):
-    """Whole lines, parted by LF; or a piece of a line that is too long; or the rest of one, and whole lines."""
+    """Whole lines separated by LF, or a piece of a line that is too long, or the rest of that line and whole lines."""
 
-    number: int  # of the first line, from 1
+    number: int  # number of the first line, from 1
     column: int  # bytes of the first line before this block
     data: bytes  # without the LF at its end
-    ends: bool  # does the last line end here
+    ends: bool  # whether the last line ends here
 
 
 def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
-    """The lines of the file ``disk`` at ``path``, without a byte order mark, some at once for speed.
+    """The lines of the file ``disk`` at ``path``, without a byte order mark, in blocks for speed.
 
-    A line of more than ``longest`` bytes comes in pieces, cut before a space if there is one near, never within a
-    character. Memory is some times BLOCK_BYTES, or the length of the longest line if that is more. The position of
-    ``disk`` tells how much of the file has been read.
+    A line of more than ``longest`` bytes comes in pieces, cut before a nearby space if possible and never within a
+    character. Memory is a small multiple of BLOCK_BYTES, or of the longest line if that is larger. The position of
+    ``disk`` shows how much of the file has been read.
 
-    Raises DataError for a compressed file that is damaged, or cut off in the midst of a member or frame.
+    Raises DataError for a compressed file that is damaged, or truncated in the middle of a member or frame.
     """
     number, column, rest = 1, 0, b""
-    block_bytes = min(BLOCK_BYTES, longest)  # so that only a first line can be too long
+    block_bytes = min(BLOCK_BYTES, longest)  # so that only the first line of a block can be too long
     try:
         file = _unpack(disk, path.suffix.lower())
         rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-        while more := file.read(max(block_bytes, len(rest))):  # no long line is copied once a block
+        while more := file.read(max(block_bytes, len(rest))):  # avoids copying a long line for each block
             rest += more
             while len(rest) > longest and rest.find(b"\n", 0, longest + 1) < 0:
                 end = _cut_before(rest, longest)
@@ -65,22 +65,22 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
         remedy = "fetch or compress it again, or move it out of the input"
         raise DataError(f"{path}: cannot be read after line {number - 1} ({error}); {remedy}") from None
     if rest:
-        yield Block(number, column, rest.removesuffix(b"\n"), True)  # a file of three bytes may end in one
+        yield Block(number, column, rest.removesuffix(b"\n"), True)  # the whole file may be shorter than a block
 
 
 def read_head(path: Path) -> Block | None:
-    """The lines that a file begins with, HEAD_BYTES at most, or a piece of its first line; None if it is empty."""
+    """The first lines of a file, at most HEAD_BYTES, or a piece of its first line; None if the file is empty."""
     with path.open("rb", buffering=0) as disk:
         return next(read_blocks(disk, path, HEAD_BYTES), None)
 
 
 def _cut_before(data: bytes, end: int) -> int:
-    """Where to cut, ``end`` at most: before a space or else before the first byte of a character."""
+    """Where to cut, at most at ``end``: before a space, or else before the first byte of a character."""
     space = data.rfind(b" ", end - NEAR, end)
     if space > 0:
         return space
     starts = (i for i in range(end, max(0, end - 4), -1) if data[i] & 0xC0 != 0x80)
-    return next(starts, end)  # four bytes none of which starts a character are no UTF-8
+    return next(starts, end)  # if none of four bytes starts a character, it is not UTF-8
 
 
 def _unpack(disk: io.FileIO, suffix: str) -> BinaryIO:
@@ -100,11 +100,11 @@ def _unpack(disk: io.FileIO, suffix: str) -> BinaryIO:
 
 
 class _ZstdFile(io.RawIOBase):
-    """What zstd frames hold. The reader of `zstandard` won't do: it takes a file that was cut off for a whole one."""
+    """Decompresses zstd frames. The reader of `zstandard` won't do: it accepts a truncated file as complete."""
 
     def __init__(self, disk: io.FileIO) -> None:
         self._disk = disk
-        self._frame: Any = None  # decompressor of a frame that has begun
+        self._frame: Any = None  # decompressor of the current frame
         self._packed = b""
         self._unpacked = memoryview(b"")
 
@@ -116,7 +116,7 @@ class _ZstdFile(io.RawIOBase):
             self._packed = self._packed or self._disk.read(ZSTD_BYTES)
             if not self._packed:
                 if self._frame is not None:
-                    raise EOFError("it ends in the midst of a zstd frame")
+                    raise EOFError("it ends in the middle of a zstd frame")
                 return 0
             self._unpack()
         count = min(len(buffer), len(self._unpacked))

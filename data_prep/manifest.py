@@ -1,4 +1,4 @@
-"""manifest.json: what a data set holds and what made it. Written last: without it, there is no data set."""
+"""manifest.json: the content of a data set and how it was made. Written last: without it, there is no data set."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from data_prep.tokenizer import MOST_PIECES, SpecialIds
 
 FORMAT, VERSION = "lambert-shards", 2
 MANIFEST = "manifest.json"
-SMALL = 64 << 20  # bytes that a reader takes, from afar, of the manifest and of each file whose size it does not name
+SMALL = 64 << 20  # bytes: a remote reader's limit for the manifest, and for each file whose size it does not give
 TOKENIZER_FOLDER = "tokenizer"
-MOST_TOLD = 5  # problems of a manifest
+MOST_TOLD = 5  # problems of a manifest in one error line
 TOKEN_COUNTS, LENGTH_COUNTS = "token_counts.npy", "length_counts.npy"
 
 
@@ -41,7 +41,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A text file: bytes and hash as it lay on disk; what was taken from it, and what was changed in it."""
+    """A text file: its size and hash on disk, counts of what was read from it, and counts of what was changed."""
 
     name: str
     bytes: int
@@ -50,47 +50,47 @@ class SourceRecord:
     unknown: int  # tokens that are [UNK]
     empty: int  # sentences without visible text, left out
     cut: int  # cuts in lines and sentences that were too long
-    replaced: int  # bytes that were no UTF-8, replaced
-    cleaned: int  # characters that cleaning changed, white space aside
+    replaced: int  # bytes that were not UTF-8, replaced
+    cleaned: int  # characters that cleaning changed, except whitespace
     blank: int = field(default=0, metadata=LATER)  # documents without visible text, left out
-    unwanted: int = field(default=0, metadata=LATER)  # records left out, since --where does not take them
+    unwanted: int = field(default=0, metadata=LATER)  # records left out by --where
     titles: int = field(default=0, metadata=LATER)  # titles of articles, left out
     markup: int = field(default=0, metadata=LATER)  # lines of markup that were read as text
     stripped: int = field(default=0, metadata=LATER)  # combining marks (accents, vowel signs) that the tokenizer strips
-    stripped_other: int = field(default=0, metadata=LATER)  # those of scripts other than Latin, Greek and Cyrillic
+    stripped_other: int = field(default=0, metadata=LATER)  # marks of scripts other than Latin, Greek and Cyrillic
 
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """What was read, and which of it took part."""
+    """What was read, and how much of it was selected."""
 
     files: tuple[SourceRecord, ...]
     documents: int  # read, with visible text
     duplicates: int  # documents left out: an earlier one has the same text
     other_part: int  # documents left out: on the other side of the held-out share
-    lone_sentences: int  # documents of one sentence that take part
-    sentences: int  # of the documents that take part
-    tokens: int  # of the documents that take part
-    left_out: tuple[LeftOut, ...] = field(default=(), metadata=LATER)  # files below the input that were not read
+    lone_sentences: int  # selected documents of one sentence
+    sentences: int  # in the selected documents
+    tokens: int  # in the selected documents
+    left_out: tuple[LeftOut, ...] = field(default=(), metadata=LATER)  # files in the input folders that were not read
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """Where each token of the documents that take part has gone, summed over the duplicates.
+    """Where each token of the selected documents went, summed over the duplicates.
 
     own + truncated + left_over + unmaskable_tokens = duplicates * tokens of the corpus.
     """
 
-    own: int  # stands in a sample of its own document (a random B comes on top)
-    truncated: int  # cut off, since the pair was too long
-    left_over: int  # in a single sentence at a document's end, that starts no pair
+    own: int  # in a sample of its own document (a random B is not counted)
+    truncated: int  # cut off because the pair was too long
+    left_over: int  # in a single sentence at the end of a document, which starts no pair
     unmaskable_tokens: int  # in pairs without anything to predict
     unmaskable: int  # such pairs
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Over all samples; tokens count control tokens, is_next the pairs that are true or in order."""
+    """Totals over all samples. tokens includes control tokens; is_next counts pairs that are true or in order."""
 
     samples: int
     tokens: int
@@ -100,7 +100,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard and its index; counts as in `Counts`."""
+    """A shard and its index, with the same counts as `Counts`."""
 
     name: str
     bytes: int
@@ -122,7 +122,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole data set. The fingerprint is of settings, tokenizer and corpus: of equal ones, equal shards."""
+    """A complete data set. The fingerprint covers settings, tokenizer and corpus: same fingerprint, same shards."""
 
     format: str
     version: int
@@ -133,12 +133,14 @@ class Manifest:
     plan: PlanRecord
     counts: Counts
     shards: tuple[ShardRecord, ...]
-    token_counts: Histogram  # [V] how often each ordinary token stands in the unmasked samples
-    length_counts: Histogram  # [sequence_length + 1] how many samples have each length
+    token_counts: Histogram  # [V] how often each ordinary token occurs in the unmasked samples
+    length_counts: Histogram  # [sequence_length + 1] number of samples of each length
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Raises DataError if it is missing, no JSON, of another format or version, lacks a field, or holds what no build
+    """Loads and checks the manifest of a data set.
+
+    Raises DataError if it is missing, not JSON, of another format or version, incomplete, or has values that no build
     writes.
     """
     path = folder / MANIFEST
@@ -163,18 +165,18 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes it in one stroke."""
+    """Writes the manifest atomically."""
     with replacing(folder / MANIFEST) as file:
         file.write(json.dumps(asdict(manifest), indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def manifest_hash(folder: Path) -> str:
-    """The sha256 of the manifest, which names every shard by its own: it stands for the whole data set."""
+    """The sha256 of the manifest, which contains the sha256 of every shard: it identifies the whole data set."""
     return file_sha256(folder / MANIFEST)
 
 
 def read_histogram(folder: Path, histogram: Histogram) -> NDArray[np.int64]:
-    """The array. Raises DataError if its file is missing or another one."""
+    """Reads the array. Raises DataError if the file is missing or its sha256 differs."""
     try:
         return read_integers(folder / histogram.file, sha256=histogram.sha256, what="histogram")
     except DataError as error:
@@ -182,13 +184,13 @@ def read_histogram(folder: Path, histogram: Histogram) -> NDArray[np.int64]:
 
 
 def file_sha256(path: Path) -> str:
-    """Of a file's content."""
+    """The sha256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _parse(kind: Any, value: Any, place: str) -> Any:
-    """JSON to a dataclass, tuple or plain value; only LATER fields may be missing, none unknown or of another type."""
+    """Converts JSON to a dataclass, tuple or plain value. Only LATER fields may be missing; all else must match."""
     if isinstance(kind, type) and is_dataclass(kind):
         names = {field.name for field in fields(kind)}
         later = {field.name for field in fields(kind) if field.metadata == LATER}
@@ -203,13 +205,13 @@ def _parse(kind: Any, value: Any, place: str) -> Any:
     allowed = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or isinstance(value, bool) is not (kind is bool):
         raise DataError(f"{place}: wanted {getattr(kind, '__name__', kind)}, found {shown(value)}")
-    if kind in (int, float) and not 0 <= value < 2**63:  # so written, it refuses NaN
+    if kind in (int, float) and not 0 <= value < 2**63:  # this form also rejects NaN
         raise DataError(f"{place}: wanted 0 to 2^63 - 1, found {shown(value)}")
     return value
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """Values of a right type that no build writes."""
+    """Problems with values that have the right type, but that no build writes."""
     yield from (f"settings: {problem}" for problem in settings_problems(manifest.settings))
     size, ids = manifest.tokenizer.vocab_size, astuple(manifest.tokenizer.specials)
     if size > MOST_PIECES:

@@ -1,11 +1,11 @@
-"""Planned pairs to masked samples, after Devlin et al., "BERT" (2019), section 3.1.
+"""Turns planned pairs into masked samples, after Devlin et al., "BERT" (2019), section 3.1.
 
-A share of the ordinary tokens is to be predicted; of these 80 % become [MASK], 10 % a random ordinary token
-and 10 % stay. Control tokens, padding and [UNK] are never predicted and never a replacement. Every draw is
-keyed by (seed, sample number, position), so a mask does not depend on the shard or process that makes it,
-nor on the samples beside it. What is masked together is the unit:
+A share of the ordinary tokens is predicted. Of these, 80 % become [MASK], 10 % become a random ordinary token
+and 10 % stay unchanged. Control tokens, padding and [UNK] are never predicted and never used as a replacement.
+Every draw is keyed by (seed, sample number, position), so a mask does not depend on the shard or process that makes
+it, nor on the neighboring samples. The unit says what is masked together:
 
-    token   each on its own, as in the paper
+    token   single tokens, as in the paper
     word    all pieces of a word: `create_masked_lm_predictions` in BERT's repository, since May 2019
     ngram   runs of one to three words, p(n) ~ 1/n: Lan et al., "ALBERT" (2020), section 4.1
     span    runs of one to ten words, p(n) ~ 0.8**n: Joshi et al., "SpanBERT" (2020), section 3.1
@@ -30,20 +30,20 @@ from data_prep.tokenizer import SpecialIds
 # Streams of draws: "mask", "kind", "rand", "leng".
 CHOICE, KIND, RANDOM, LENGTH = 0x6D61736B, 0x6B696E64, 0x72616E64, 0x6C656E67
 TO_MASK, TO_RANDOM = 0.8, 0.1  # the rest stays
-RUNS = {  # how often a run has 1, 2, ... words, up to a factor
+RUNS = {  # relative frequency of runs of 1, 2, ... words
     "word": np.ones(1),
     "ngram": 1 / np.arange(1, 4),
-    # Geo(0.2), without what is longer than 10: its mean is the paper's 3.8, which min(n, 10) would raise to 4.5.
+    # Geo(0.2) without lengths above 10: its mean is the paper's 3.8, which min(n, 10) would raise to 4.5.
     "span": 0.8 ** np.arange(10),
 }
-POSITION_BITS = np.uint64(0xFFFF)  # of a draw
-LAST = ~np.uint64(0)  # the draw of what cannot be chosen
-TOKENS_AT_ONCE = 1 << 17  # of the samples masked together
+POSITION_BITS = np.uint64(0xFFFF)  # low bits of a draw
+LAST = ~np.uint64(0)  # the draw for a token or word that cannot be chosen
+TOKENS_AT_ONCE = 1 << 17  # tokens of the samples that are masked together
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which ids are ordinary tokens."""
+    """The ids of ordinary tokens."""
 
     mask: int
     is_ordinary: NDArray[np.bool_]  # [V]
@@ -52,25 +52,25 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Masking:
-    """What is to be masked of a sample."""
+    """The masking rule of a sample."""
 
     unit: str  # token, word, ngram or span
-    share: float  # of the ordinary tokens
-    most: int  # tokens: no sample has more
+    share: float  # share of the ordinary tokens
+    most: int  # maximum masked tokens per sample
 
 
 class Words(NamedTuple):
     """The words of a rectangle [B, S] of tokens, row by row. A flat position is row * S + position."""
 
     begins: NDArray[np.int64]  # [W] flat position of a word's first token
-    ends: NDArray[np.int64]  # [W] and behind its last
+    ends: NDArray[np.int64]  # [W] flat position behind its last token
     rows: NDArray[np.int64]  # [W]
-    positions: NDArray[np.int64]  # [W] of the first token in its row
+    positions: NDArray[np.int64]  # [W] position of the first token in its row
     whole: NDArray[np.bool_]  # [W] every token is an ordinary one
 
 
 def make_vocabulary(vocab_size: int, never: Sequence[int], mask: int) -> Vocabulary:
-    """Of ids 0..vocab_size-1 those in ``never``, and ``mask``, are never predicted and never a replacement.
+    """The vocabulary of ids 0..vocab_size-1, where ``never`` and ``mask`` are never predicted or a replacement.
 
     Raises DataError for fewer than two ordinary tokens: a random replacement would have no choice.
     """
@@ -79,7 +79,7 @@ def make_vocabulary(vocab_size: int, never: Sequence[int], mask: int) -> Vocabul
     ordinary = np.flatnonzero(is_ordinary).astype(np.int32)
     if len(ordinary) < 2:
         raise DataError(
-            f"the vocabulary of {vocab_size} pieces is too small for random replacement: it needs 2 beside "
+            f"the vocabulary of {vocab_size} pieces is too small for random replacement: it needs 2 besides "
             "control tokens, [UNK] and [unused] pieces; train a larger one"
         )
     return Vocabulary(mask, is_ordinary, ordinary)
@@ -93,7 +93,7 @@ def make_samples(
     specials: SpecialIds,
     settings: Settings,
 ) -> Iterator[Sample]:
-    """The samples numbered ``first``, ``first + 1``, ... of ``pairs``, PAIR[samples], in which 0 tokens mean no B."""
+    """The samples numbered ``first``, ``first + 1``, ... of ``pairs``, PAIR[samples]; a B of 0 tokens means no B."""
     masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
     step = max(1, TOKENS_AT_ONCE // settings.sequence_length)
     for start in range(0, len(pairs), step):
@@ -111,11 +111,11 @@ def make_samples(
 def remask(
     samples: Sequence[Sample], numbers: NDArray[np.int64], vocabulary: Vocabulary, masking: Masking, seed: int
 ) -> list[Sample]:
-    """The samples under other masks, drawn as `make_samples` draws them: its seed and numbers give its masks.
+    """The samples with new masks, drawn as in `make_samples`: the same seed and numbers give the same masks.
 
     Args:
-        numbers: [samples] of each in the data set.
-        seed: for dynamic masks, another one in each epoch.
+        numbers: [samples] number of each sample in the data set.
+        seed: for dynamic masks, a different one in each epoch.
     """
     lengths = np.array([len(sample.ids) for sample in samples])
     step = max(1, TOKENS_AT_ONCE // int(lengths.max(initial=1)))
@@ -123,7 +123,7 @@ def remask(
     for start in range(0, len(samples), step):
         block, ends = samples[start : start + step], lengths[start : start + step, None]
         there = np.arange(ends.max()) < ends  # (B, S)
-        ids = np.full(there.shape, vocabulary.mask, np.int32)  # as padding any id that is not ordinary will do
+        ids = np.full(there.shape, vocabulary.mask, np.int32)  # any id that is not ordinary can be padding
         ids[there] = np.concatenate([sample.ids for sample in block])
         continues = np.zeros(there.shape, np.bool_)
         continues[there] = np.concatenate([sample.continues for sample in block])
@@ -142,10 +142,10 @@ def maskable(
     vocabulary: Vocabulary,
     masking: Masking,
 ) -> NDArray[np.bool_]:
-    """Which segments hold something that `choose` can choose: a token, or a word of at most ``masking.most``.
+    """Which segments contain something that `choose` can choose: a token, or a word of at most ``masking.most`` tokens.
 
     Args:
-        ids, continues: [tokens] of all segments, one after the other. A word does not go on into the next one.
+        ids, continues: [tokens] of all segments, concatenated. A word does not continue into the next segment.
         lengths: [segments] tokens; 0 for an empty one.
     """
     ends = np.cumsum(lengths)
@@ -170,19 +170,19 @@ def choose(
     masking: Masking,
     seed: int,
 ) -> NDArray[np.int32]:
-    """Which tokens are to be predicted: of a row max(1, round(share * ordinary tokens)), and at most ``most``.
+    """Chooses the tokens to predict: max(1, round(share * ordinary tokens)) per row, and at most ``most``.
 
-    Unit token chooses exactly so many. The other units try a row's words in random order, each with the words
-    that make up its run. A run has fewer words where it would meet a chosen one, a token that is not ordinary,
-    the row's end, or the number of tokens; if not even one fits, the next word is tried. Where every word has
-    more tokens than are wanted, the shortest of at most ``most`` is taken.
+    Unit token chooses exactly this many. The other units try the words of a row in random order, each as the start
+    of a run. A run is shortened if it would reach a chosen word, a token that is not ordinary, the end of the row,
+    or the number of tokens wanted; if not even one word fits, the next word is tried. If every word has more tokens
+    than are wanted, the shortest word of at most ``most`` tokens is taken.
 
     Args:
         ids: [B, S], padded with any id that is not ordinary.
-        continues: [B, S] where a token continues the word before it; False at control tokens and behind them.
+        continues: [B, S] whether a token continues the word before it; False at control tokens and behind them.
         samples: [B] sample numbers.
     Returns:
-        int32[B, S]: -1 where not chosen, else the position at which its run starts (unit token: its own).
+        int32[B, S]: -1 if not chosen, else the position at which its run starts (unit token: its own position).
     """
     ordinary = vocabulary.is_ordinary[ids]  # (B, S)
     available = ordinary.sum(axis=1)
@@ -211,11 +211,11 @@ def replace(
     masking: Masking,
     seed: int,
 ) -> NDArray[np.int32]:
-    """What stands in place of ``labels`` in the masked input. All arrays are [P], one entry a position.
+    """Replacements for ``labels`` in the masked input. All arrays are [P], one entry per position.
 
     Args:
-        spans: from `choose`. All tokens of a run of unit span become [MASK], or random tokens, or stay; with the
-            other units each position draws this for itself.
+        spans: from `choose`. With unit span, all tokens of a run become [MASK], or all become random tokens, or all
+            stay; with the other units each position draws this independently.
     """
     kind = uniform(seed, KIND, samples, spans if masking.unit == "span" else positions)
     pick = uniform(seed, RANDOM, samples, positions) * len(vocabulary.ordinary)
@@ -227,12 +227,12 @@ def replace(
 def _choose_tokens(
     ordinary: NDArray[np.bool_], samples: NDArray[np.int64], counts: NDArray[np.int64], seed: int
 ) -> NDArray[np.int32]:
-    """`choose` for unit token; ``counts``, [B], are no larger than a row's ordinary tokens."""
+    """`choose` for unit token; ``counts``, [B], do not exceed the number of ordinary tokens in a row."""
     column = np.arange(ordinary.shape[1], dtype=np.uint64)
     draws = bits(seed, CHOICE, samples[:, None], column)  # (B, S)
-    draws = draws & ~POSITION_BITS | column  # no two of a row are equal
+    draws = draws & ~POSITION_BITS | column  # no two draws in a row are equal
     lowest = np.sort(np.where(ordinary, draws, LAST), axis=1)
-    # A count of 0 reads the last column: no token of the row is ordinary, so any limit will do.
+    # A count of 0 reads the last column; then no token of the row is ordinary, so any limit will do.
     limit = lowest[np.arange(len(ordinary)), counts - 1]  # (B,)
     return np.where(ordinary & (draws <= limit[:, None]), column.astype(np.int32), np.int32(-1))
 
@@ -248,7 +248,7 @@ def _find_words(ordinary: NDArray[np.bool_], continues: NDArray[np.bool_]) -> Wo
 
 
 def _draw_lengths(words: Words, samples: NDArray[np.int64], unit: str, seed: int) -> NDArray[np.int64]:
-    """Of how many words the run is to be that starts at each word, int64[W]."""
+    """Run length, in words, drawn for each starting word, int64[W]."""
     chances = np.cumsum(RUNS[unit])
     draws = uniform(seed, LENGTH, samples[words.rows], words.positions)
     return 1 + np.searchsorted(chances / chances[-1], draws, side="right")
@@ -257,18 +257,18 @@ def _draw_lengths(words: Words, samples: NDArray[np.int64], unit: str, seed: int
 def _take_runs(
     words: Words, draws: NDArray[np.uint64], lengths: NDArray[np.int64], budget: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The flat end of the run that starts at each word, int64[W]; where none does, the word's own begin.
+    """The flat end of the run that starts at each word, int64[W]; the word's own start if no run starts there.
 
     Args:
         draws: [W] the order in which the words of a row are tried.
-        lengths: [W] words that the run is to have.
-        budget: [B] tokens to take of a row.
+        lengths: [W] wanted run length in words.
+        budget: [B] tokens to take from a row.
     """
     begins, ends, rows, _, whole = words
     counts = np.bincount(rows, minlength=len(budget))
-    first = np.cumsum(counts) - counts  # (B,) word of a row
-    number = np.arange(len(rows)) - first[rows]  # (W,) of a word in its row
-    last = first[rows] + np.minimum(number + lengths, counts[rows]) - 1  # (W,) word of the run
+    first = np.cumsum(counts) - counts  # (B,) first word of a row
+    number = np.arange(len(rows)) - first[rows]  # (W,) number of a word in its row
+    last = first[rows] + np.minimum(number + lengths, counts[rows]) - 1  # (W,) last word of the run
     order = np.full((len(budget), counts.max()), LAST)
     order[rows[whole], number[whole]] = (draws & ~POSITION_BITS | number.astype(np.uint64))[whole]
     order = (np.sort(order, axis=1) & POSITION_BITS).astype(np.int64) + first[:, None]  # whole words first
@@ -276,7 +276,7 @@ def _take_runs(
 
     following = np.arange(lengths.max())
     free, left, run_ends = whole.copy(), budget.copy(), begins.copy()
-    active, turn = np.flatnonzero(tries), 0  # the rows that are not full
+    active, turn = np.flatnonzero(tries), 0  # the rows that still need tokens
     while len(active):
         word = order[active, turn]  # (R,)
         run = np.minimum(word[:, None] + following, last[word, None])  # (R, words), the last one repeated
@@ -291,7 +291,7 @@ def _take_runs(
 
 
 def _find_shortest(words: Words, draws: NDArray[np.uint64], wanted: NDArray[np.bool_], most: int) -> NDArray[np.int64]:
-    """In the rows that are ``wanted``, [B], the shortest whole word of at most ``most`` tokens, if there is one."""
+    """The shortest whole word of at most ``most`` tokens in each row that is ``wanted``, [B], if it has one."""
     sizes = words.ends - words.begins
     found = np.flatnonzero(wanted[words.rows] & words.whole & (sizes <= most))
     found = found[np.lexsort((draws[found], sizes[found], words.rows[found]))]
@@ -306,7 +306,7 @@ def _mask(
     masking: Masking,
     seed: int,
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    """Positions and replacements of each row of a rectangle, the arguments as in `choose`."""
+    """Positions and replacements for each row of a rectangle; arguments as in `choose`."""
     spans = choose(ids, continues, numbers, vocabulary, masking, seed)  # (B, S)
     row, position = np.divmod(np.flatnonzero(spans >= 0), ids.shape[1])  # (P,), (P,): row by row, ascending
     labels, runs = ids[row, position], spans[row, position]
@@ -324,8 +324,8 @@ def _lay_out(
     """[CLS] A [SEP] B [SEP] of each pair, or [CLS] A [SEP], padded with [PAD] to the longest.
 
     Returns:
-        The ids, int32[B, S], and where a token continues the word before it, bool[B, S]: never at a control token
-        and never at the start of A and of B, though a pair that was cut may start inside a word.
+        The ids, int32[B, S], and whether a token continues the word before it, bool[B, S]. That is never true of a
+        control token or the start of A or B, even if a truncated pair starts inside a word.
     """
     a_length, b_length = pairs["a_length"][:, None], pairs["b_length"][:, None]  # (B, 1)
     middle = a_length + 1  # [SEP]
@@ -337,7 +337,7 @@ def _lay_out(
     ids = np.full(text.shape, specials.pad, np.int32)
     ids[:, 0] = specials.cls
     ids[(column == middle) | (column == last)] = specials.sep
-    # A boolean index goes row by row, as `gather` does.
+    # A boolean index runs row by row, as `gather` does.
     ids[text] = store.gather(store.ids, starts, lengths)
     continues = np.zeros(text.shape, np.bool_)
     continues[text] = store.gather(store.continues, starts, lengths)

@@ -1,8 +1,8 @@
-"""What a long build says to Prometheus: over HTTP while it goes on, at its end by a file or a Pushgateway.
+"""Prometheus metrics of a build: over HTTP while it runs, and at its end through a file or a Pushgateway.
 
-`Figures` are plain numbers that a build counts up whether or not anybody looks; only `serve`, `write_textfile` and
-`push` need ``prometheus_client``, and import it when they are called. Each series has the label ``dataset``: the
-files of two data sets meet in one node_exporter, which would drop the second of two equal series.
+`Figures` are plain counters that every build updates. Only `serve`, `write_textfile` and `push` need
+``prometheus_client``, and they import it when called. Each series has the label ``dataset``: one node_exporter may read
+the files of two data sets, and it would drop the second of two equal series.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
 PREFIX = "lambert_prep_"
-JOB = "lambert_prep"  # of a Pushgateway's groups
+JOB = "lambert_prep"  # job name of the Pushgateway groups
 GATEWAY = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+])(:(?P<port>\d+))?(/[\w.~/-]*)?", re.ASCII | re.IGNORECASE)
-PUSH_SECONDS = 10  # that a Pushgateway has for its answer
-STAGES = ("tokenize", "select", "plan", "write")  # a build's, in order; the values of the label "stage"
+PUSH_SECONDS = 10  # timeout for the Pushgateway's answer
+STAGES = ("tokenize", "select", "plan", "write")  # stages of a build, in order; values of the label "stage"
 
 # Field of Figures: help text. Exposed as lambert_prep_<field>_total. The unit is the first word of each name.
 COUNTERS = {
-    "bytes_read": "Bytes read from the input's files, as they are on disk.",
-    "bytes_replaced": "Bytes that are no UTF-8 and were replaced by U+FFFD.",
-    "characters_cleaned": "Characters that cleaning removed or changed, white space left out.",
+    "bytes_read": "Bytes read from the input files, as stored on disk.",
+    "bytes_replaced": "Bytes that were not UTF-8 and were replaced by U+FFFD.",
+    "characters_cleaned": "Characters that cleaning removed or changed, not counting whitespace.",
     "documents": "Documents with text in the input.",
-    "documents_duplicate": "Documents left out because the same text came before.",
+    "documents_duplicate": "Documents left out because an earlier one has the same text.",
     "documents_held_out": "Documents left out because they belong to the other part of the split.",
     "sentences": "Sentences of the documents.",
     "sentences_empty": "Sentences left out because they have no token.",
     "sentences_cut": "Cuts made in lines that were too long to be one sentence.",
     "tokens": "Tokens of the documents.",
-    "tokens_left_over": "Tokens of sentences that begin no pair, in every pass over the text.",
-    "tokens_truncated": "Tokens cut off pairs that were longer than a sample, in every pass over the text.",
-    "pairs_unmaskable": "Pairs left out because they hold nothing that can be predicted.",
+    "tokens_left_over": "Tokens of sentences that start no pair, over all passes over the text.",
+    "tokens_truncated": "Tokens cut off pairs that were longer than a sample, over all passes over the text.",
+    "pairs_unmaskable": "Pairs left out because they have no token that can be predicted.",
     "samples": "Samples written.",
-    "shards": "Shards that are whole.",
-    "bytes_written": "Bytes of these shards, their indexes left out.",
+    "shards": "Finished shards.",
+    "bytes_written": "Bytes of the finished shards, without their indexes.",
 }
 
 
 class Stage(NamedTuple):
-    """Replaced as a whole, since a scrape comes at any moment and a counter may never fall."""
+    """Timing of a stage. Replaced as a whole, since a scrape can come at any time and a counter must never decrease."""
 
-    seconds: float  # before ``begun``
-    begun: float | None  # monotonic seconds; None while it does not run
+    seconds: float  # run time before ``begun``
+    begun: float | None  # monotonic seconds; None while the stage is not running
     done: float
     total: float
 
@@ -66,10 +66,10 @@ NOT_BEGUN = Stage(0.0, None, 0.0, 0.0)
 
 @dataclass
 class Figures:
-    """How far a build is: add to the counts, and call `begin` and `advance` in each stage."""
+    """Progress of a build: add to the counts, and call `begin` and `advance` in each stage."""
 
-    dataset: str = ""  # name of the folder that is made, a label of every series
-    versions: dict[str, str] = field(default_factory=dict)  # labels of lambert_prep_build_info: few, and fixed
+    dataset: str = ""  # name of the output folder, a label of every series
+    versions: dict[str, str] = field(default_factory=dict)  # labels of lambert_prep_build_info: few and fixed
     bytes_read: int = 0
     bytes_replaced: int = 0
     characters_cleaned: int = 0
@@ -86,51 +86,51 @@ class Figures:
     samples: int = 0
     shards: int = 0
     bytes_written: int = 0
-    succeeded: float | None = None  # Unix time at which the data set was whole
+    succeeded: float | None = None  # Unix time at which the data set was complete
     stages: dict[str, Stage] = field(default_factory=dict)
 
     def begin(self, stage: str, total: float) -> None:
-        """Ends the stage that goes on, if any, and begins another of STAGES with ``total`` of anything to do.
+        """Ends the running stage, if any, and begins another of STAGES with ``total`` units of work.
 
-        Also for a stage whose result is there from an earlier run: it counts as done when it ends.
+        Also call it for a stage whose result exists from an earlier run: the stage counts as done when it ends.
         """
         self.end()
         self.stages[stage] = Stage(self.seconds(stage), time.monotonic(), 0.0, total)
 
     def advance(self, amount: float) -> None:
-        """So much more of the total of the stage that goes on is done."""
+        """Marks ``amount`` more of the running stage's total as done."""
         for name, stage in self.stages.items():
             if stage.begun is not None:
                 self.stages[name] = stage._replace(done=stage.done + amount)
 
     def end(self) -> None:
-        """The stage that goes on, if any, is wholly done."""
+        """Marks the running stage, if any, as completely done."""
         for name, stage in self.stages.items():
             if stage.begun is not None:
                 self.stages[name] = Stage(self.seconds(name), None, 1.0, 1.0)
 
     def succeed(self) -> None:
-        """The data set is whole."""
+        """Marks the data set as complete."""
         self.end()
         self.succeeded = time.time()
 
     def seconds(self, name: str) -> float:
-        """How long a stage took, or has taken until now."""
+        """How long a stage took, or has taken so far."""
         stage = self.stages.get(name, NOT_BEGUN)
         return stage.seconds + (0.0 if stage.begun is None else time.monotonic() - stage.begun)
 
     def progress(self, name: str) -> float:
-        """Share of a stage that is done, from 0 to 1."""
+        """The finished share of a stage, from 0 to 1."""
         stage = self.stages.get(name, NOT_BEGUN)
         return min(stage.done / stage.total, 1.0) if stage.total > 0 else 0.0
 
 
 @contextmanager
 def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Iterator[int | None]:
-    """Answers Prometheus at ``http://address:port/metrics`` for the length of a ``with`` block; None: no endpoint.
+    """Serves Prometheus metrics at ``http://address:port/metrics`` during a ``with`` block; port None: no endpoint.
 
-    Every address of the machine by default, since the one that scrapes is on another. Yields the port, which the
-    system chooses for 0. Raises DataError before the block if the port can't be had.
+    Listens on every address by default, since Prometheus usually runs on another machine. Yields the port, which the
+    system chooses for 0. Raises DataError before the block if the port cannot be opened.
     """
     if port is None:
         yield None
@@ -140,7 +140,7 @@ def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Itera
 
     try:
         endpoint = Endpoint(port, address, make_wsgi_app(registry))
-    except (OSError, OverflowError, UnicodeError) as error:  # the last: no name of a host
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = error.strerror if isinstance(error, OSError) else "no such port or host"
         raise DataError(
             f"--metrics-port {port} on {address} cannot be opened ({reason}): choose another, or leave it out"
@@ -152,16 +152,16 @@ def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Itera
 
 
 def check_textfile(path: Path) -> None:
-    """Raises DataError if `write_textfile` could not write ``path``; to be called before hours of work."""
+    """Raises DataError if `write_textfile` could not write ``path``. Call it before hours of work."""
     _require_client("--metrics-file")
-    check_place("--metrics-file", path, ".prom")  # node_exporter reads no others
+    check_place("--metrics-file", path, ".prom")  # node_exporter reads only these
 
 
 def write_textfile(figures: Figures, path: Path) -> None:
-    """Replaces ``path`` with the figures, in one step, for node_exporter's textfile collector.
+    """Atomically replaces ``path`` with the metrics, for node_exporter's textfile collector.
 
-    Call it after a success: a failed build keeps the last good one's file, whose
-    ``lambert_prep_last_success_timestamp_seconds`` then grows old, which is what to alert on.
+    Call it only after a success. A failed build thus keeps the file of the last good one, and its
+    ``lambert_prep_last_success_timestamp_seconds`` gets old: alert on that.
     """
     registry = _registry(figures, "--metrics-file")
     from prometheus_client import write_to_textfile
@@ -171,14 +171,14 @@ def write_textfile(figures: Figures, path: Path) -> None:
 
 @contextmanager
 def push(figures: Figures, gateway: str | None) -> Iterator[None]:
-    """Leaves at a Pushgateway what became of a ``with`` block, the build; None: nowhere.
+    """Pushes the outcome of a ``with`` block, the build, to a Pushgateway; None: no push.
 
-    The group is that of the data set, and holds results only. A success replaces it. A failure adds
-    ``lambert_prep_last_failure_timestamp_seconds``, which stays until the next success; what is stopped by SIGTERM or
-    Ctrl-C has not failed. Nothing is deleted as a build begins: else one that is killed would take the last success
-    with it, whose age is what to alert on.
+    The data set has its own group, which contains results only. A success replaces it. A failure adds
+    ``lambert_prep_last_failure_timestamp_seconds``, which stays until the next success; a stop by SIGTERM or Ctrl-C is
+    not a failure. Nothing is deleted when a build begins: otherwise a killed build would remove the time of the last
+    success, and its age is what to alert on.
 
-    Raises DataError before the block if ``gateway`` is no address. One that does not answer costs a warning on stderr.
+    Raises DataError before the block if ``gateway`` is not an address. Prints a warning if the gateway does not answer.
     """
     if gateway is None:
         yield
@@ -186,7 +186,7 @@ def push(figures: Figures, gateway: str | None) -> Iterator[None]:
     results = _registry(figures, "--metrics-push")
     match = GATEWAY.fullmatch(gateway)
     if not match or not 0 < int(match["port"] or 80) < 65536:
-        shown = gateway.rpartition("@")[2]  # no password
+        shown = gateway.rpartition("@")[2]  # without a password
         raise DataError(f"--metrics-push {shown}: wanted http://HOST:PORT of a Pushgateway, without a user's name")
     from prometheus_client import CollectorRegistry, Gauge, push_to_gateway, pushadd_to_gateway
 
@@ -194,7 +194,7 @@ def push(figures: Figures, gateway: str | None) -> Iterator[None]:
         yield
     except Exception:
         failure = CollectorRegistry()
-        text = "Unix time at which a build failed that no success has followed."
+        text = "Unix time of a failed build that no success has followed."
         Gauge(PREFIX + "last_failure_timestamp_seconds", text, registry=failure).set_to_current_time()
         _push(pushadd_to_gateway, gateway, failure, figures.dataset)
         raise
@@ -206,12 +206,12 @@ def _push(send: Callable[..., None], gateway: str, registry: CollectorRegistry, 
         send(gateway, JOB, registry, {"dataset": dataset}, PUSH_SECONDS)
     except (OSError, HTTPException, ValueError) as error:
         reason = " ".join(str(error).split())
-        said = f"--metrics-push {gateway} took nothing ({reason}); the same command pushes again"
+        said = f"--metrics-push {gateway} did not accept the metrics ({reason}); run the same command to push again"
         say_error(f"data_prep: warning: {said}")
 
 
 def _registry(figures: Figures, option: str) -> CollectorRegistry:
-    """A registry of its own: no two builds of a process meet in it."""
+    """A separate registry per build, so that two builds in one process do not mix."""
     _require_client(option)
     from prometheus_client import CollectorRegistry
 
@@ -225,9 +225,9 @@ def _require_client(option: str) -> None:
         raise DataError(f"{option} needs the package prometheus-client: pip install prometheus-client, or leave it out")
 
 
-@dataclass(frozen=True, eq=False)  # a registry tells collectors apart by what they are
+@dataclass(frozen=True, eq=False)  # a registry compares collectors by identity
 class _Collector:
-    """Reads the figures when Prometheus asks; which series there are depends on nothing but success."""
+    """Reads the metrics when Prometheus scrapes. The set of series depends only on success."""
 
     figures: Figures
 
@@ -246,13 +246,13 @@ class _Collector:
             yield counter
         by = ["dataset", "stage"]
         seconds = CounterMetricFamily(PREFIX + "stage_seconds", "Wall time of each stage.", labels=by)
-        progress = GaugeMetricFamily(PREFIX + "progress_ratio", "Share of each stage that is done.", labels=by)
+        progress = GaugeMetricFamily(PREFIX + "progress_ratio", "Finished share of each stage.", labels=by)
         for stage in STAGES:
             seconds.add_metric([*of, stage], figures.seconds(stage))
             progress.add_metric([*of, stage], figures.progress(stage))
         yield from (seconds, progress)
         if figures.succeeded is not None:
-            text = "Unix time at which the data set was whole."
+            text = "Unix time at which the data set was complete."
             success = GaugeMetricFamily(PREFIX + "last_success_timestamp_seconds", text, labels=["dataset"])
             success.add_metric(of, figures.succeeded)
             yield success

@@ -1,8 +1,8 @@
-"""Arrays of int64 in .npy files, proven before they are read, and read without NumPy's parser.
+"""Reads int64 arrays from .npy files, verified first and without NumPy's parser.
 
-NumPy evaluates a header as Python text. A damaged one fails in many ways of Python's own, asks for any amount of
-memory, or is another kind of file altogether. Here a header is compared with the only one that `np.save` writes for a
-file of this size.
+NumPy evaluates a header as Python text. A damaged header can raise many Python errors, request any amount of memory, or
+pass for another kind of file. Here a header is compared with the only one that `np.save` writes for a file of this
+size.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def npy_header(dtype: str, *shape: int) -> bytes:
 def read_integers(path: Path, *columns: int, sha256: str | None = None, what: str = "array") -> NDArray[np.int64]:
     """The array of a .npy file: int64[rows], or int64[rows, columns].
 
-    ``sha256``: what is on record of the file, compared before anything else; None if nothing is. ``what`` the file is,
-    for the error. Raises DataError if it is missing, another one, or no such array.
+    ``sha256``: the recorded hash of the file, compared before anything else; None if there is no record. ``what``: name
+    of the array in errors. Raises DataError if the file is missing, has another hash, or is not an array of this kind.
     """
     try:
         content = path.read_bytes()

@@ -1,6 +1,6 @@
-"""A data set in one picture: its lengths, its vocabulary, its masks, and how even its shards are.
+"""Plots a data set: its lengths, its vocabulary, its masks, and how even its shards are.
 
-Everything is read off the manifest, the indexes and the token counts, one index at a time.
+Everything is read from the manifest, the indexes and the token counts, one index at a time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest, read_h
 from data_prep.shards import Column, index_path, read_index
 from data_prep.tokenizer import load_proven
 
-if TYPE_CHECKING:  # nothing but a picture needs it
+if TYPE_CHECKING:  # only a picture needs it
     from matplotlib.axes import Axes
 
 INCHES, DPI = (12, 8), 150
-BARS = 64  # of a histogram, at most
+BARS = 64  # most bars in a histogram
 RANKS = 400  # points of a curve over the vocabulary
-DOTS, LARGE_DOT, SMALL_DOT = 100, 5, 2  # up to so many shards have large ones
-TWO_SIDED = 1.96  # standard errors on either side of a mean hold 95 % of what chance does
+DOTS, LARGE_DOT, SMALL_DOT = 100, 5, 2  # up to DOTS shards have large dots
+TWO_SIDED = 1.96  # standard errors on either side of a mean; 95 % of random draws fall within
 BLUE, DARK = "C0", "black"
 SECOND_TASK = {"nsp": "share of true pairs", "sop": "share of pairs in order"}  # by settings.pairs
 
@@ -34,32 +34,32 @@ SECOND_TASK = {"nsp": "share of true pairs", "sop": "share of pairs in order"}  
 class Figures:
     """Histograms over the whole data set."""
 
-    lengths: NDArray[np.int64]  # [sequence_length + 1] samples of that many tokens
-    masks: NDArray[np.int64]  # [max_predictions + 1] samples of that many masked positions
-    tokens: NDArray[np.int64]  # [ordinary] how often each piece that can be predicted stands in the samples
+    lengths: NDArray[np.int64]  # [sequence_length + 1] number of samples with that many tokens
+    masks: NDArray[np.int64]  # [max_predictions + 1] number of samples with that many masked positions
+    tokens: NDArray[np.int64]  # [ordinary] how often each piece that can be predicted occurs in the samples
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over the samples of each shard, and where chance alone would put most of them."""
+    """A mean over the samples of each shard, and the range expected from chance alone."""
 
     name: str
     values: NDArray[np.float64]  # [shards]
     mean: float
-    error: NDArray[np.float64]  # [shards] standard error of a random draw of so many, without putting back
+    error: NDArray[np.float64]  # [shards] standard error of a random draw of as many samples, without replacement
 
     def inside(self) -> int:
-        """Shards within the 95 % of chance."""
+        """The number of shards within the 95 % range of random draws."""
         return int(np.count_nonzero(np.abs(self.values - self.mean) <= TWO_SIDED * self.error))
 
 
 def draw(folder: Path, out: Path) -> None:
-    """Writes a PNG of four panels about the data set in ``folder``.
+    """Writes a PNG with four panels about the data set in ``folder``.
 
-    Raises DataError if matplotlib is missing, or if a file of the data set is missing or another.
+    Raises DataError if matplotlib is missing, or if a file of the data set is missing or has changed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to files: no screen is looked for
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # draws to files, so it needs no display
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DataError(f"{out}: no picture without matplotlib ({error}); pip install matplotlib") from None
@@ -79,7 +79,7 @@ def draw(folder: Path, out: Path) -> None:
     stack = grid[1, 1].subgridspec(2, 1)
     above = figure.add_subplot(stack[0])
     below = figure.add_subplot(stack[1], sharex=above)
-    above.set_title(f"shards: {spread.inside():,} of {len(manifest.shards):,} lie where 95 % of random draws do")
+    above.set_title(f"shards: {spread.inside():,} of {len(manifest.shards):,} are in the 95 % range of random draws")
     _draw_sizes(above, np.array([shard.samples for shard in manifest.shards]))
     _draw_spread(below, spread)
     for panel in figure.axes:
@@ -90,7 +90,7 @@ def draw(folder: Path, out: Path) -> None:
 
 
 def read_figures(folder: Path, manifest: Manifest) -> Figures:
-    """Adds up the indexes. Raises DataError for a file that is missing or does not fit the manifest."""
+    """Sums over the indexes. Raises DataError for a file that is missing or does not match the manifest."""
     lengths = np.zeros(manifest.settings.sequence_length + 1, np.int64)
     masks = np.zeros(manifest.settings.max_predictions + 1, np.int64)
     for shard in manifest.shards:
@@ -109,20 +109,20 @@ def read_figures(folder: Path, manifest: Manifest) -> Figures:
 
 
 def padding_share(lengths: NDArray[np.int64]) -> float:
-    """Of the positions that a trainer computes when it pads every sample to the full length."""
+    """The share of padding among the positions when a trainer pads every sample to the full length."""
     most = len(lengths) - 1
     return float(1 - np.arange(most + 1) @ lengths / (most * lengths.sum()))
 
 
 def masked_share(manifest: Manifest) -> float:
-    """Masked positions among all that are no control tokens."""
+    """The share of masked positions among all that are not control tokens."""
     controls = 2 if manifest.settings.pairs == "single" else 3
     counts = manifest.counts
     return counts.masked / (counts.tokens - controls * counts.samples)
 
 
 def make_spread(manifest: Manifest, lengths: NDArray[np.int64]) -> Spread:
-    """The share of true pairs by shard; the mean length where there are no pairs."""
+    """The share of true pairs per shard, or the mean length if there are no pairs."""
     samples = np.array([shard.samples for shard in manifest.shards])
     name = SECOND_TASK.get(manifest.settings.pairs)
     if name is not None:
@@ -150,20 +150,20 @@ def _draw_tokens(panel: Axes, tokens: NDArray[np.int64]) -> None:
     seen = np.sort(tokens[tokens > 0])[::-1]
     ranks = np.unique(np.geomspace(1, len(seen), RANKS).astype(np.int64))
     zipf = seen.sum() / np.sum(1 / np.arange(1, len(seen) + 1)) / ranks
-    panel.loglog(ranks, zipf, color=DARK, linestyle=":", linewidth=1, label="by Zipf's law, ~ 1 / rank")
+    panel.loglog(ranks, zipf, color=DARK, linestyle=":", linewidth=1, label="Zipf's law, ~ 1 / rank")
     panel.loglog(ranks, seen[ranks - 1], color=BLUE, linewidth=1.6, label="pieces by frequency")
     if len(seen) < len(tokens):
         panel.axvspan(len(seen), len(tokens), color=DARK, alpha=0.12, linewidth=0, label="never seen")
     panel.set_title(f"vocabulary: {_percent(1 - len(seen) / len(tokens))} of the {len(tokens):,} pieces never seen")
     panel.set_xlabel("rank of the piece")
-    panel.set_ylabel("times in the samples")
+    panel.set_ylabel("occurrences in the samples")
     panel.legend(loc="lower left")
 
 
 def _draw_masks(panel: Axes, masks: NDArray[np.int64], manifest: Manifest) -> None:
     most, asked = len(masks) - 1, manifest.settings.masked_share
     _draw_bars(panel, masks)
-    panel.set_title(f"masks: {_percent(masked_share(manifest))} of the tokens, {_percent(asked)} asked for")
+    panel.set_title(f"masks: {_percent(masked_share(manifest))} of the tokens, {_percent(asked)} requested")
     panel.set_xlabel(f"masked positions ({_percent(masks[most] / masks.sum())} of the samples have the most, {most})")
 
 
@@ -181,13 +181,13 @@ def _draw_spread(panel: Axes, spread: Spread) -> None:
     panel.stairs(high, edges, baseline=low, fill=True, color=DARK, alpha=0.12)
     panel.axhline(spread.mean, color=DARK, linestyle=":", linewidth=1)
     panel.plot(shards, spread.values, "o", color=BLUE, markersize=LARGE_DOT if len(shards) <= DOTS else SMALL_DOT)
-    panel.set_xlabel("number of the shard (gray: 95 % of random draws)")
+    panel.set_xlabel("shard number (gray: 95 % of random draws)")
     panel.set_ylabel(spread.name)
     panel.locator_params("x", integer=True)
 
 
 def _draw_bars(panel: Axes, counts: NDArray[np.int64]) -> None:
-    """A histogram of the numbers 0 to the largest, which ends a bar; on a logarithmic scale, since most are full."""
+    """A histogram of the numbers from 0 to the largest, which ends a bar. Log scale, since most samples are full."""
     width = -(-len(counts) // BARS)
     padded = np.concatenate([np.zeros(-len(counts) % width, np.int64), counts])
     edges = len(counts) - 0.5 - width * np.arange(len(padded) // width, -1, -1)

@@ -1,13 +1,13 @@
-"""A whole data set to an object store, or to any other place that `fsspec` can write.
+"""Copies a complete data set to an object store, or to any other place that `fsspec` can write to.
 
-    s3://bucket/folder    needs s3fs; keys as boto finds them (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a
-                          profile, the machine's role); AWS_ENDPOINT_URL_S3=http://minio:9000 names another server
+    s3://bucket/folder    needs s3fs; boto finds the keys (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile,
+                          the machine's role); AWS_ENDPOINT_URL_S3=http://minio:9000 selects another server
     gs://bucket/folder    needs gcsfs; az://container/folder needs adlfs
-    file:///mnt/folder    a disk, or a share that is mounted
+    file:///mnt/folder    a disk or a mounted share
 
-The manifest goes last: without it there is no data set, so a reader never trusts a part of one. What is there
-already is read back, and its sha256 compared with the manifest; what is missing or differs is sent, and read
-back as well. So a rerun goes on where the last one stopped, and of a whole data set it is the proof.
+The manifest goes last: without it there is no data set, so a reader never trusts an incomplete one. Files that are
+already there are read back and their sha256 is compared with the manifest. Missing or different files are sent, and
+read back as well. So a rerun resumes where the last one stopped, and a rerun on a complete data set verifies it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from data_prep.workers import show_progress
 
 Result = TypeVar("Result")
 
-OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # an object appears there when it is whole
-WAITS = (0.5, 1, 2, 4)  # seconds between two attempts; the drivers have retries of their own below these
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # an object appears only when it is complete
+WAITS = (0.5, 1, 2, 4)  # seconds between two attempts, on top of the drivers' own retries
 READ = 8 << 20  # bytes of an object in memory at once
-LONGEST = 300  # characters of an error that are shown
-ANSWER = 600.0  # seconds for a question that moves no file
-HOPELESS = (  # what another attempt will not change; anything else a driver raises may be the network
+LONGEST = 300  # most characters shown of an error
+ANSWER = 600.0  # timeout in seconds for a request that moves no file
+HOPELESS = (  # a retry does not help; any other error of a driver may be the network's
     DataError,
     PermissionError,
     FileNotFoundError,
@@ -52,7 +52,7 @@ HOPELESS = (  # what another attempt will not change; anything else a driver rai
 
 @dataclass(frozen=True)
 class Item:
-    """A file of the data set and what must be found below the URL."""
+    """A file of the data set, with the size and sha256 that it must have below the URL."""
 
     path: Path
     key: str
@@ -62,37 +62,37 @@ class Item:
 
 @dataclass(frozen=True)
 class Place:
-    """Where it goes: a file system of `fsspec` and a folder, or a prefix of keys, in it."""
+    """The destination: a file system of `fsspec` and a folder, or key prefix, in it."""
 
     fs: Any  # fsspec has no types
     root: str
     url: str
 
     def name(self, key: str) -> str:
-        """For the file system."""
+        """The path of ``key`` in the file system."""
         return f"{self.root}/{key}"
 
     def is_object_store(self) -> bool:
-        """Else it is like a disk, with folders, and with files that can be seen while they are written."""
+        """Whether this is an object store. Otherwise it has folders, and files are visible while they are written."""
         protocols = self.fs.protocol
         return bool(OBJECT_STORES.intersection([protocols] if isinstance(protocols, str) else protocols))
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a run did; all of the data set's files are there, and proved."""
+    """The result of a run: all files of the data set are there and verified."""
 
     files: int
     bytes: int
-    sent: int  # of the files
+    sent: int  # number of files sent by this run
     sent_bytes: int
 
 
 def publish(folder: Path, url: str, threads: int) -> Published:
-    """Sends what is missing or differs, ``threads`` files at once, and proves all of it by reading it back.
+    """Sends missing and different files, ``threads`` at once, and verifies every file by reading it back.
 
-    Raises DataError if the data set is not whole, if another one or its shards are there, if the driver or the
-    credentials are missing, and for a file that does not get there in several attempts. A rerun then goes on.
+    Raises DataError if the data set is not complete, if another data set or its shards are at the URL, if the driver
+    or the credentials are missing, or if a file cannot be sent in several attempts. A rerun then resumes.
     """
     problems = verify(folder)
     if problems:
@@ -111,14 +111,14 @@ def publish(folder: Path, url: str, threads: int) -> Published:
         for item, was_sent in show_progress(settled, "published", "bytes", lambda done: done[0].bytes, total):
             if was_sent:
                 sent.append(item)
-    _refuse_foreign(place, items, manifest)  # others may have come meanwhile
+    _refuse_foreign(place, items, manifest)  # foreign files may have appeared meanwhile
     if _settle(place, manifest)[1]:
         sent.append(manifest)
     return Published(len(items) + 1, total + manifest.bytes, len(sent), sum(item.bytes for item in sent))
 
 
 def list_items(folder: Path) -> list[Item]:
-    """All files of a data set but the manifest: what it names, and the tokenizer that `verify` has proved."""
+    """All files of a data set except the manifest: the files it names, and the tokenizer that `verify` has checked."""
     manifest = load_manifest(folder)
     items = []
     for shard in manifest.shards:
@@ -133,11 +133,11 @@ def list_items(folder: Path) -> list[Item]:
 
 
 def open_place(url: str) -> Place:
-    """Raises DataError for what is no URL, or one whose driver is missing."""
-    if "://" not in url or "::" in url:  # a chain may hold a cache, and reading that back proves nothing
+    """Opens the destination. Raises DataError if ``url`` is not a URL or its driver is missing."""
+    if "://" not in url or "::" in url:  # a chain may include a cache; reading that back proves nothing
         raise DataError(f"{url}: wanted one URL, such as s3://bucket/folder or file:///mnt/folder")
     if url.startswith(("http:", "https:")):
-        raise DataError(f"{url}: nothing can be sent there; publish to a disk or an object store that it serves")
+        raise DataError(f"{url}: not writable; publish to the disk or object store behind it")
     from data_prep.servers import open_fs
 
     try:
@@ -153,15 +153,15 @@ def open_place(url: str) -> Place:
 
 
 def is_hopeless(error: Exception) -> bool:
-    """Whether another attempt would not change it."""
-    status = getattr(error, "status", None)  # of HTTP: 408 and 429 ask for patience
+    """Whether a retry would fail in the same way."""
+    status = getattr(error, "status", None)  # HTTP status; 408 and 429 ask for a retry
     refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
     full = getattr(error, "errno", None) == errno.ENOSPC
     return refused or full or isinstance(error, HOPELESS) or "Credential" in type(error).__name__
 
 
 def shown(error: Exception) -> str:
-    """An error in a line, of which a server may have written any part."""
+    """An error as one line that is safe to print: a server may have written any part of it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return "".join(c if c.isprintable() else "?" for c in text[:LONGEST]) + ("…" if len(text) > LONGEST else "")
 
@@ -172,7 +172,7 @@ def _item(folder: Path, key: str) -> Item:
 
 
 def _refuse_foreign(place: Place, items: list[Item], manifest: Item) -> None:
-    """Another data set, or shards that a reader of ``shard-*`` would take for ours."""
+    """Raises DataError for another data set, or for shards that a reader of ``shard-*`` would mistake for ours."""
     found = _patiently(place, MANIFEST, partial(_measure, place, manifest))
     if found not in (None, (manifest.bytes, manifest.sha256)):
         raise DataError(
@@ -190,7 +190,7 @@ def _refuse_foreign(place: Place, items: list[Item], manifest: Item) -> None:
 
 
 def _settle(place: Place, item: Item) -> tuple[Item, bool]:
-    """Sees to it that an item is there, proved by its sha256; and whether it had to be sent."""
+    """Makes sure that an item is there, verified by its sha256. Also returns whether it had to be sent."""
     right = (item.bytes, item.sha256)
     if _patiently(place, item.key, partial(_measure, place, item)) == right:
         return item, False
@@ -201,7 +201,7 @@ def _settle(place: Place, item: Item) -> tuple[Item, bool]:
 
 
 def _send(place: Place, item: Item) -> None:
-    """Sends an item and reads it back; under its final name only whole files can be seen."""
+    """Sends an item and reads it back. Only complete files are visible under their final name."""
     name = place.name(item.key)
     if place.is_object_store():
         place.fs.put_file(str(item.path), name)
@@ -211,11 +211,11 @@ def _send(place: Place, item: Item) -> None:
         place.fs.mv(name + TEMPORARY, name)
     found = _measure(place, item)
     if found != (item.bytes, item.sha256):
-        raise OSError(f"read back, it is {'missing' if found is None else f'{found[0]} other bytes'}")
+        raise OSError(f"read back, it is {'missing' if found is None else f'{found[0]} different bytes'}")
 
 
 def _measure(place: Place, item: Item) -> tuple[int, str] | None:
-    """Bytes and sha256 as read from the place, which is only read if the size is right; None if nothing is there."""
+    """Size and sha256 of the copy, read only if the size is right; None if nothing is there."""
     from data_prep.servers import ask
 
     name, found = place.name(item.key), 0
@@ -243,18 +243,18 @@ def _list(place: Place) -> list[str]:
 
 
 def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
-    """``work()``, again after each of WAITS if it failed for a reason that may pass. Raises DataError, one line."""
+    """Runs ``work()`` and retries after each of WAITS on errors that may be temporary. Raises DataError, one line."""
     where = f"{place.url}/{key}".rstrip("/")
     waits = iter(WAITS)
     while True:
         try:
             return work()
-        except Exception as error:  # each driver has classes of its own, which can't be named without importing it
+        except Exception as error:  # each driver has its own classes, which can't be named without importing it
             reason = shown(error)
             if is_hopeless(error):
-                raise DataError(f"{where}: {reason}; check the URL, your credentials, rights and room there") from error
+                raise DataError(f"{where}: {reason}; check the URL, credentials, permissions and free space") from error
             wait = next(waits, None)
             if wait is None:
                 times = len(WAITS) + 1
-                raise DataError(f"{where}: failed {times} times, at last with {reason}; run again to go on") from error
+                raise DataError(f"{where}: failed {times} times, last with {reason}; run again to resume") from error
             time.sleep(wait)

@@ -1,4 +1,4 @@
-"""What `s3fs` speaks HTTP with, bounded: no redirects, and nothing endless in memory."""
+"""The HTTP session for `s3fs`, with limits: no redirects, and a bounded amount of data in memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from aiobotocore.httpsession import AIOHTTPSession
 from data_prep.manifest import SMALL
 from data_prep.servers import RefusedError
 
-BLOCK = 8 << 20  # bytes of an object that are asked for at once, and kept in memory
-SECONDS = 3600  # for one request, which may send a large part over a slow line
+BLOCK = 8 << 20  # bytes of an object that are requested at once and kept in memory
+SECONDS = 3600  # timeout for one request, which may send a large part over a slow connection
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no types
-    """The session of `aiobotocore`, which would follow redirects to any host and keep answers of any size."""
+    """An `aiobotocore` session that follows no redirects and limits answers; the original does neither."""
 
     async def send(self, request: Any) -> Any:
-        """The answer to a request. Raises RefusedError if its body is larger than it may be.
+        """The answer to a request. Raises RefusedError if its body is over the limit.
 
-        Botocore handles what S3 itself means by a redirect: another region of its own.
+        Botocore itself handles S3's own redirects, to another region of S3.
         """
-        streamed, request.stream_output = request.stream_output, True  # nothing is read inside
+        streamed, request.stream_output = request.stream_output, True  # keeps the original from reading the body
         answer = await super().send(request)
         if not streamed or answer.status_code >= 300:
             answer._content = await _read(answer.raw, SMALL)
         elif asked := re.fullmatch(r"bytes=(\d+)-(\d+)", _text(request.headers.get("Range", ""))):
-            _require_length(answer.raw, int(asked[2]) + 1 - int(asked[1]))  # s3fs keeps all of it in memory
+            _require_length(answer.raw, int(asked[2]) + 1 - int(asked[1]))  # s3fs holds the whole answer in memory
         return answer
 
     async def _get_session(self, proxy_url: str | None) -> _NoRedirects:
@@ -36,7 +36,7 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has n
 
 
 class _NoRedirects:
-    """As much of `aiohttp.ClientSession` as `AIOHTTPSession.send` uses."""
+    """The part of `aiohttp.ClientSession` that `AIOHTTPSession.send` uses, without redirects."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.session = session
@@ -48,7 +48,7 @@ class _NoRedirects:
 
 
 async def _read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The whole body, if it has at most ``limit`` bytes."""
+    """The whole body. Raises RefusedError if it has more than ``limit`` bytes."""
     found = bytearray()
     async for part in answer.content.iter_any():
         found += part
@@ -62,7 +62,7 @@ async def _read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
 def _require_length(answer: aiohttp.ClientResponse, size: int) -> None:
     if answer.content_length is None or answer.content_length > size:
         answer.close()
-        raise RefusedError(f"asked for {size:,} bytes, the server sends {answer.content_length or 'any number of'}")
+        raise RefusedError(f"asked for {size:,} bytes, the server sends {answer.content_length or 'an unknown number'}")
 
 
 def _text(value: str | bytes) -> str:

@@ -1,7 +1,7 @@
-"""Which documents take part: without exact duplicates, and on one side of a held-out share, if so asked.
+"""Selects the documents: optionally without exact duplicates, and on one side of a held-out share.
 
-Both go by a hash of the document's cleaned text (`store.py` writes it), so a document and its duplicates always
-lie on the same side: nothing can leak from the held-out part into training, whatever else is in the corpus.
+Both use a hash of the document's cleaned text, which `store.py` writes. So a document and its duplicates are always
+on the same side, and nothing can leak from the held-out part into training, whatever else is in the corpus.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from data_prep.settings import Settings
 from data_prep.store import READ_AT_ONCE
 
 SORTED_AT_ONCE = 1 << 22  # digests: 64 MB
-ALL = 2.0**64  # of the first 8 bytes of a digest
+ALL = 2.0**64  # number of values of the first 8 bytes of a digest
 
 
 class Selected(NamedTuple):
-    """Documents."""
+    """Counts of documents, and of the sentences and tokens in the selected ones."""
 
     documents: int  # read, with at least one sentence
     duplicates: int  # left out: an earlier document has the same text
     other_part: int  # left out: on the other side of the held-out share
-    lone_sentences: int  # taking part, and of one sentence
-    sentences: int  # of the documents that take part
-    tokens: int  # of the documents that take part
+    lone_sentences: int  # selected documents of one sentence
+    sentences: int  # in the selected documents
+    tokens: int  # in the selected documents
 
 
 def select_documents(store: Path, out: Path, settings: Settings) -> Selected:
-    """Writes (first sentence, end) of the documents that take part as int64 pairs to ``out``, in their order.
+    """Writes (first sentence, end) of the selected documents to ``out`` as int64 pairs, in document order.
 
-    The store holds one document at least; ``out`` may get none.
+    The store has at least one document; ``out`` may have none.
     """
     starts = np.memmap(store / "documents", np.int64, "r")
     offsets = np.memmap(store / "sentences", np.int64, "r")
@@ -63,11 +63,11 @@ def select_documents(store: Path, out: Path, settings: Settings) -> Selected:
 
 
 def _repeated(digests: NDArray[np.uint64]) -> Iterator[NDArray[np.int64]]:
-    """Documents whose digest an earlier one has, [n] at a time, sorted by parts of the digests that fit in memory."""
+    """Documents that repeat an earlier digest, [n] at a time: the digests are sorted in parts that fit in memory."""
     parts = np.uint64(-(-len(digests) // SORTED_AT_ONCE))
     for part in range(int(parts)):
         member = np.flatnonzero(digests[:, 1] % parts == part)
         some = digests[member]  # (n, 2)
-        order = np.lexsort((some[:, 0], some[:, 1]))  # stable: the earliest of equal ones is first
+        order = np.lexsort((some[:, 0], some[:, 1]))  # stable: the earliest of equal digests is first
         same = (some[order][1:] == some[order][:-1]).all(axis=1)
         yield member[order[1:][same]]

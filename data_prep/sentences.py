@@ -1,7 +1,7 @@
-"""Paragraphs to sentences, by the rules of `sentencex` (Wikimedia).
+"""Splits paragraphs into sentences, by the rules of `sentencex` (Wikimedia).
 
-The rules know the full stops of all scripts, so Chinese is split at 。！？ also where the language is said to be
-English. A quotation of several sentences stays whole, and so does what a semicolon parts.
+The rules know the full stops of all scripts, so Chinese is split at 。！？ even if the language is set to English. A
+quotation of several sentences stays in one piece, and a semicolon does not end a sentence.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 import sentencex
 
-LONGEST = 10_000  # characters; a "sentence" that does not end before has no punctuation and is cut
-WINDOW = 2_000  # characters split at once: the time for Chinese grows with the square
-CLOSING = "」』）〕】》〉｣］｝"  # never first in a sentence; `sentencex` does not know all of them
+LONGEST = 10_000  # characters; a longer "sentence" has no punctuation and is cut
+WINDOW = 2_000  # characters split at once: for Chinese the time grows with the square of the length
+CLOSING = "」』）〕】》〉｣］｝"  # never start a sentence; `sentencex` does not know all of them
 
 
 def split_sentences(paragraph: str, language: str) -> tuple[list[str], int]:
-    """The sentences of a paragraph, stripped, none empty or longer than LONGEST, and how often one was cut.
+    """The sentences of a paragraph, stripped, none empty or longer than LONGEST; and the number of cuts.
 
     Args:
-        language: ISO 639-1 code; `sentencex` takes related rules, at last English, for one it doesn't know.
+        language: ISO 639-1 code; for unknown ones `sentencex` uses the rules of a related language, or English.
     """
     sentences: list[str] = []
     start, size, cut = 0, WINDOW, 0
@@ -27,7 +27,7 @@ def split_sentences(paragraph: str, language: str) -> tuple[list[str], int]:
         window = paragraph[start : start + size]
         found = sentencex.segment(language, window)
         if len(found) > 1:
-            found.pop()  # it may go on beyond the window
+            found.pop()  # it may continue beyond the window
         elif size < LONGEST:
             size = min(2 * size, LONGEST)
             continue
@@ -38,19 +38,19 @@ def split_sentences(paragraph: str, language: str) -> tuple[list[str], int]:
         start += sum(map(len, found))
         size = WINDOW
     sentences += sentencex.segment(language, paragraph[start:])
-    if paragraph.isascii():  # no bracket of CLOSING
+    if paragraph.isascii():  # no brackets of CLOSING
         return [sentence for sentence in map(str.strip, sentences) if sentence], cut
     return _strip(sentences), cut
 
 
 def _cut(sentence: str) -> str:
-    """The beginning of what no sentence should be (a table, a blob, text without punctuation), to a space if it can."""
+    """The start of an overlong "sentence" (a table, a blob, text without punctuation), up to a space if possible."""
     space = sentence.rfind(" ", 1)
     return sentence[:space] if space > 0 else sentence
 
 
 def _strip(sentences: Iterable[str]) -> list[str]:
-    """Without white space around them, and with the brackets that close them."""
+    """Strips whitespace, and moves closing brackets to the sentence that they close."""
     stripped: list[str] = []
     for sentence in map(str.strip, sentences):
         if stripped and sentence[:1] in CLOSING:

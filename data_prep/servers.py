@@ -1,7 +1,7 @@
-"""What a server may do to whoever reads from it: so many bytes, so much time, and no requests to other hosts.
+"""Limits on remote servers: how many bytes they send, how long they take, and no requests to other hosts.
 
-`fsspec`'s drivers believe what they are told. They follow redirects anywhere, unpack what is compressed and write or
-keep all that comes, for as long as it comes. Imported only where an address is opened: `fsspec` takes a tenth of a
+The drivers of `fsspec` trust the server. They follow any redirect, decompress answers, and store whatever arrives for
+as long as it arrives. This module is imported only when an address is opened: importing `fsspec` takes a tenth of a
 second.
 """
 
@@ -15,13 +15,13 @@ import fsspec
 
 
 class RefusedError(ValueError):
-    """The server does what it may not; to ask it again would not help."""
+    """The server broke a limit; a retry would not help."""
 
 
 class Bound(fsspec.Callback):  # type: ignore[misc]  # fsspec has no types
-    """Counts the bytes of one download for its driver, and ends it when they are more than ``limit``.
+    """Counts the bytes of one download for its driver, and ends it when they exceed ``limit``.
 
-    Raises RefusedError inside the driver: before the first byte where the server says how many will come.
+    Raises RefusedError inside the driver: before the first byte if the server announces the size.
     """
 
     def __init__(self, limit: int) -> None:
@@ -29,46 +29,46 @@ class Bound(fsspec.Callback):  # type: ignore[misc]  # fsspec has no types
         self.limit = limit
 
     def set_size(self, size: int | None) -> None:
-        """The driver heard that ``size`` bytes will come."""
+        """Called by the driver when the server announces ``size`` bytes."""
         self.check(size)
 
     def relative_update(self, inc: int = 1) -> None:
-        """``inc`` bytes more have come."""
+        """Called by the driver when ``inc`` more bytes have arrived."""
         self.absolute_update(self.value + inc)
 
     def absolute_update(self, value: int | None) -> None:
-        """``value`` bytes have come in all."""
+        """Called by the driver when ``value`` bytes have arrived in total."""
         self.value = value or 0
         self.check(value)
 
     def check(self, size: int | None) -> None:
-        """Raises RefusedError if that many bytes are too many."""
+        """Raises RefusedError if ``size`` is over the limit."""
         if size is not None and size > self.limit:
             raise self.refusal()
 
     def refusal(self) -> RefusedError:
-        """The error to raise."""
+        """The error for a download over the limit."""
         return RefusedError(f"the server sends more than the {self.limit:,} bytes that it may have")
 
 
 def open_fs(address: str, stall: float, redirects: Sequence[str] = ()) -> tuple[Any, str]:
     """The file system of ``fsspec`` for ``address``, and the root in it.
 
-    Over HTTP it asks the address's own origin only, and those in ``redirects`` ("https://cdn.example.com"). From S3 it
-    takes no redirects, and no answer but an object's content of more than SMALL bytes. ``stall``: seconds without a
-    byte that end an HTTP request.
+    Over HTTP it contacts only the origin of the address and those in ``redirects`` ("https://cdn.example.com"). From S3
+    it follows no redirects, and only the content of an object may be larger than SMALL bytes. ``stall``: an HTTP
+    request ends after this many seconds without a byte.
 
-    Raises ImportError if the driver is missing, ValueError if there is none.
+    Raises ImportError if the driver is not installed, ValueError if there is no driver for the address.
     """
     kind, options = address.partition("://")[0], dict[str, Any]()
-    fsspec.get_filesystem_class(kind)  # first, for its message names the package to install
+    fsspec.get_filesystem_class(kind)  # first, because its message names the package to install
     if kind in ("http", "https"):
         import aiohttp
         import yarl
 
         allowed = {yarl.URL(place).origin() for place in (address, *redirects)}
         options["client_kwargs"] = {
-            "timeout": aiohttp.ClientTimeout(total=None, sock_read=stall),  # by default it is five minutes in all
+            "timeout": aiohttp.ClientTimeout(total=None, sock_read=stall),  # the default is five minutes in total
             "auto_decompress": False,
             "headers": {"Accept-Encoding": "identity"},
             "middlewares": (_stay_at(allowed),),
@@ -83,9 +83,9 @@ def open_fs(address: str, stall: float, redirects: Sequence[str] = ()) -> tuple[
 
 
 def ask(fs: Any, seconds: float, method: str, *arguments: Any, **options: Any) -> Any:
-    """``fs.method(...)``, broken off after ``seconds``. Raises TimeoutError then.
+    """Calls ``fs.method(...)`` with a timeout of ``seconds``. Raises TimeoutError when it expires.
 
-    A driver without asynchronous code (of a disk, or of a share that is mounted) cannot be broken off.
+    A driver without asynchronous code (for a disk or a mounted share) cannot be interrupted.
     """
     if not fs.async_impl:
         return getattr(fs, method)(*arguments, **options)
@@ -94,12 +94,12 @@ def ask(fs: Any, seconds: float, method: str, *arguments: Any, **options: Any) -
         return task.result(seconds)
     except TimeoutError:
         if task.cancel():
-            raise TimeoutError(f"no whole answer in {seconds:g} s") from None
+            raise TimeoutError(f"no complete answer in {seconds:g} s") from None
         raise
 
 
 def _stay_at(allowed: set[Any]) -> Callable[..., Awaitable[Any]]:
-    """A middleware of `aiohttp`, which sees each request before it is sent, and so every hop of a redirect."""
+    """A middleware for `aiohttp` that sees each request before it is sent, including every hop of a redirect."""
 
     async def stay(request: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
         if request.url.origin() not in allowed:
@@ -112,7 +112,7 @@ def _stay_at(allowed: set[Any]) -> Callable[..., Awaitable[Any]]:
         if coding not in ("", "identity"):
             answer.close()
             raise RefusedError(
-                f"the server sends it compressed ({coding[:20]!r}), unasked: have it serve the files as they are"
+                f"the server compresses its answer ({coding[:20]!r}) unasked: configure it to serve files unchanged"
             )
         return answer
 

@@ -1,6 +1,6 @@
 """The shard format, version 2: the contract between data preparation and training.
 
-A shard is a tar of samples, one member each, with an index beside it:
+A shard is a tar with one member per sample, and an index file next to it:
 
     shard-00000.tar       {sample number:012d}.npy, ...
     shard-00000.idx.npy   int64[samples, 5], the columns of `Column`
@@ -10,8 +10,8 @@ A member is a one-dimensional .npy array of uint16 (uint32 for a vocabulary abov
     n, split, is_next, m, ids[n], positions[m], replacements[m], continues[ceil(n / 16)]
 
 where bit i % 16 of word i // 16 of ``continues`` says whether token i continues the word of the token before
-it; a word has 16 bits in both types. So stock `webdataset` reads a shard with its own decoders, and an index
-entry reads a sample in O(1) and proves it.
+it; a word has 16 bits in both types. So stock `webdataset` reads a shard with its own decoders, and with an index
+entry a sample can be read and verified in O(1).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from data_prep.errors import DataError, shortage
 from data_prep.npy import HEADER, npy_header, read_integers
 
 PREFIX = "shard-"
-NO_PAIR = 2  # is_next of a sample of one segment: there is no second task
-BLOCK = 512  # of a tar: a header is one, data are padded to a multiple
+NO_PAIR = 2  # is_next of a single-segment sample: it has no second task
+BLOCK = 512  # bytes of a tar block: a header is one block, and data are padded to whole blocks
 ARCHIVE_END = 2 * BLOCK  # zeros
-DESCR = slice(21, 24)  # of the header
+DESCR = slice(21, 24)  # position in the header
 DTYPES: dict[bytes, np.dtype[Any]] = {b"<u2": np.dtype("<u2"), b"<u4": np.dtype("<u4")}
 NUMBERS = 4  # n, split, is_next, m
-WORD, WORD_DTYPE = 16, np.dtype("<u2")  # bits of ``continues`` in one number
+WORD, WORD_DTYPE = 16, np.dtype("<u2")  # bits of ``continues`` per number
 ENCODED_AT_ONCE = 512  # samples
-NAME, SIZE, CHECKSUM = slice(0, 12), slice(124, 135), slice(148, 154)  # of a tar header: digits
-# A ustar header (POSIX.1-1988) with these digits left out: mode 0644, owner 0, time 0. Its checksum counts itself as
+NAME, SIZE, CHECKSUM = slice(0, 12), slice(124, 135), slice(148, 154)  # digits in a tar header
+# A ustar header (POSIX.1-1988) without these digits: mode 0644, owner 0, time 0. The checksum counts its own field as
 # spaces.
 TAR_HEADER = np.frombuffer(
     (bytes(12) + b".npy" + bytes(84) + b"0000644\0" + 2 * b"0000000\0" + bytes(11) + b"\0" + 11 * b"0" + b"\0")
@@ -51,8 +51,8 @@ TAR_HEADER = np.frombuffer(
 
 
 class Column(IntEnum):
-    """Of an index: offset and size of a member's data in the tar, in bytes; its tokens, control tokens
-    included; its masked positions; and the zlib.crc32 of the data."""
+    """The columns of an index: offset and size of a member's data in the tar, in bytes; its number of tokens,
+    control tokens included; its number of masked positions; and the zlib.crc32 of the data."""
 
     OFFSET = 0
     BYTES = 1
@@ -69,32 +69,32 @@ class Sample:
     split: int  # length of [CLS] A [SEP]
     is_next: int  # 1: B follows A; 0: B is from another document, or swapped with A; NO_PAIR: there is no B
     positions: NDArray[np.int32]  # [m] ascending
-    replacements: NDArray[np.int32]  # [m] what stands there in the masked input
+    replacements: NDArray[np.int32]  # [m] ids at these positions in the masked input
     continues: NDArray[np.bool_]  # [n] whether a token continues the word of the one before it
 
 
 def shard_name(number: int) -> str:
-    """Without suffix."""
+    """The name of a shard, without suffix."""
     return f"{PREFIX}{number:05d}"
 
 
 def tar_path(folder: Path, name: str) -> Path:
-    """Of the shard called ``name``."""
+    """The path of the tar of shard ``name``."""
     return folder / f"{name}.tar"
 
 
 def index_path(folder: Path, name: str) -> Path:
-    """Of the index beside it."""
+    """The path of the index of shard ``name``."""
     return folder / f"{name}.idx.npy"
 
 
 def index_limit(size: int) -> int:
-    """The most bytes that the index of a tar of ``size`` bytes can have: a sample takes two blocks there at least."""
+    """The maximum bytes of the index of a tar of ``size`` bytes: a sample takes at least two blocks in the tar."""
     return HEADER + size // (2 * BLOCK) * 8 * len(Column)
 
 
 def decode_sample(buffer: bytes | memoryview) -> Sample:
-    """The sample of a member. Raises DataError if it is none; the index's CRC32 proves the rest."""
+    """Decodes a member. Raises DataError if it is not a sample; the CRC32 in the index verifies the rest."""
     header = bytes(buffer[:HEADER])
     dtype = _dtype_of(header)
     size, rest = divmod(len(buffer) - HEADER, dtype.itemsize)
@@ -112,9 +112,9 @@ def decode_sample(buffer: bytes | memoryview) -> Sample:
 
 
 def write_shard(folder: Path, name: str, first: int, samples: Iterable[Sample], dtype: DTypeLike) -> None:
-    """Writes the samples numbered from ``first``, then renames the index and at last the tar to its name.
+    """Writes the samples, numbered from ``first``, then renames the index and finally the tar to their final names.
 
-    ``dtype`` is <u2 or <u4; there is one sample at least.
+    ``dtype`` is <u2 or <u4; there is at least one sample.
     """
     rest, number, offset, rows = iter(samples), first, 0, []
     with replacing(tar_path(folder, name)) as tar:
@@ -130,17 +130,17 @@ def write_shard(folder: Path, name: str, first: int, samples: Iterable[Sample], 
 
 
 def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """Reads a whole shard and proves every sample of it.
+    """Reads a whole shard and verifies every sample in it.
 
     Returns:
-        The index; is_next, int64[samples]; and the ids of all samples, one after the other.
+        The index; is_next, int64[samples]; and the ids of all samples, concatenated.
     Raises:
         DataError, with the shard's name, for a file that is missing, truncated or damaged.
     """
     index = read_index(index_path(folder, name))
     path = tar_path(folder, name)
     offset, size, tokens, masked, _ = index.T
-    room = BLOCK + size + -size % BLOCK  # (samples,) of each member with its header
+    room = BLOCK + size + -size % BLOCK  # (samples,) bytes of each member with its header
     if not np.array_equal(offset, np.cumsum(room) - room + BLOCK):
         raise DataError(f"{path}: its index does not describe a shard")
     try:
@@ -155,7 +155,7 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
         if zlib.crc32(data[start : start + length]) != crc:
             raise DataError(f"{path}: sample {row} is damaged")
     numbers = np.frombuffer(data, _dtype_of(data[BLOCK : BLOCK + HEADER]))
-    first = (offset + HEADER) // numbers.itemsize  # (samples,) of each sample's numbers
+    first = (offset + HEADER) // numbers.itemsize  # (samples,) index of each sample's first number
     n, split, is_next, m = numbers[first[:, None] + np.arange(NUMBERS)].astype(np.int64).T
     words = -(-n // WORD)
     fits = (n == tokens) & (m == masked) & (size == HEADER + (NUMBERS + n + 2 * m + words) * numbers.itemsize)
@@ -163,7 +163,7 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     wrong = np.flatnonzero(~(fits & paired))
     if len(wrong):
         raise DataError(f"{path}: sample {wrong[0]} is not the one in the index")
-    last = numbers[first + NUMBERS + n + 2 * m + words - 1].astype(np.int64)  # word of ``continues``
+    last = numbers[first + NUMBERS + n + 2 * m + words - 1].astype(np.int64)  # last word of ``continues``
     wrong = np.flatnonzero(last >> (n - WORD * (words - 1)))
     if len(wrong):
         raise DataError(f"{path}: sample {wrong[0]} marks tokens that it does not have")
@@ -171,9 +171,9 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
 
 
 def read_index(path: Path, sha256: str | None = None) -> NDArray[np.int64]:
-    """int64[samples, 5]. ``sha256``: the manifest's, if there is a manifest yet.
+    """The index of a shard, int64[samples, 5]. ``sha256``: the one in the manifest, if there is a manifest yet.
 
-    Raises DataError if the file is missing, another one, or no index.
+    Raises DataError if the file is missing, has another sha256, or is not an index.
     """
     index = read_integers(path, len(Column), sha256=sha256, what="index")
     if not len(index):
@@ -182,11 +182,11 @@ def read_index(path: Path, sha256: str | None = None) -> NDArray[np.int64]:
 
 
 def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[memoryview, NDArray[np.int64]]:
-    """The members of the samples numbered from ``number``, as they stand in a tar, and their index."""
+    """The members of the samples numbered from ``number``, as laid out in a tar, and their index."""
     n = np.array([len(sample.ids) for sample in samples])
     m = np.array([len(sample.positions) for sample in samples])
     words = -(-n // WORD)
-    count = NUMBERS + n + 2 * m + words  # (B,) numbers of each sample
+    count = NUMBERS + n + 2 * m + words  # (B,) count of numbers in each sample
     size = HEADER + count * dtype.itemsize
     room = BLOCK + size + -size % BLOCK
     offset = np.cumsum(room) - room + BLOCK
@@ -213,7 +213,7 @@ def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[m
 
 
 def _spread(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """start, start + 1, ..., start + length - 1 of each row, one row after the other."""
+    """start, start + 1, ..., start + length - 1 for each row, concatenated."""
     before = np.cumsum(lengths) - lengths
     spread: NDArray[np.int64] = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
     return spread
@@ -227,7 +227,7 @@ def _dtype_of(header: bytes | memoryview) -> np.dtype[Any]:
 
 
 def _tar_headers(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The headers of the files of samples ``numbers``: uint8[B, BLOCK]."""
+    """The tar headers of the samples ``numbers``, uint8[B, BLOCK]."""
     headers = np.tile(TAR_HEADER, (len(numbers), 1))
     checksums = np.full(len(numbers), TAR_HEADER.sum(dtype=np.int64))
     for place, values, base in ((NAME, numbers, 10), (SIZE, sizes, 8)):

@@ -1,7 +1,7 @@
-"""The text files of a corpus: which files are read, in which format, and which are left out.
+"""Finds the text files of a corpus: which files are read, in which format, and which are left out.
 
-The ending of a name, in capitals or not, says the format: see ENDINGS. ``--format`` says it for the names that don't,
-such as wikiextractor's ``wiki_00``. What is left out is counted by ending.
+The file extension, in upper or lower case, decides the format: see ENDINGS. ``--format`` sets it for other names, for
+example wikiextractor's ``wiki_00``. Files that are left out are counted by extension.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ ENDINGS = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
-FORMATS = ("auto", "text", "jsonl", "parquet", "wikiextractor")  # auto: by the ending alone
+FORMATS = ("auto", "text", "jsonl", "parquet", "wikiextractor")  # auto: by the extension alone
 WANTED = (
     f"wanted {', '.join(ending for ending in ENDINGS if ending != '.parquet')}, plain or with {', '.join(COMPRESSED)}, "
-    "or .parquet; for files with other names, say their --format"
+    "or .parquet; for files with other names, set --format"
 )
-HIDDEN = "hidden"  # in place of an ending
-AN_ENDING = re.compile(r"\.[a-z][a-z0-9]{0,9}")  # not the number of a part, nor the end of a sentence
-Where = tuple[str, str] | None  # (field, value) of the records to take
+HIDDEN = "hidden"  # stands in for an extension
+AN_ENDING = re.compile(r"\.[a-z][a-z0-9]{0,9}")  # not a part number, nor the end of a sentence
+Where = tuple[str, str] | None  # (field, value) that selects records
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text file. The name is what the manifest says: the path below the given input, not the machine's."""
+    """A text file. ``name`` is its name in the manifest: the path relative to the given input."""
 
     path: Path
     name: str
@@ -46,19 +46,19 @@ class Source:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Files below the input folders that are not read."""
+    """Files in the input folders that are not read, grouped by extension."""
 
-    ending: str  # of all of them: ".md", "" for none, or HIDDEN (a hidden folder counts as one file)
+    ending: str  # shared by all of them: ".md", "" for none, or HIDDEN (a hidden folder counts as one file)
     files: int
     example: str  # name of the first of them
 
 
 def find_sources(inputs: Iterable[Path], where: Where = None, format: str = "auto") -> list[Source]:
-    """The text files among and below ``inputs``, in the order given and sorted inside a folder.
+    """The text files among ``inputs`` and in their folders, in the order given and sorted within a folder.
 
-    Links are followed; hidden files and folders inside a folder are left out, and so are files whose format neither
-    their ending nor ``format`` says. Raises DataError for a path that does not exist, is no text file or holds none,
-    for a file given twice, for plain text if there is ``where``, and for a .json that does not hold a record a line.
+    Links are followed. Hidden files and folders inside a folder are left out, and so are files whose format is decided
+    neither by their extension nor by ``format``. Raises DataError for a path that does not exist, is not a text file or
+    has none, for a file given twice, for plain text if ``where`` is set, and for a .json without one record per line.
     """
     inputs = list(inputs)
     sources: list[Source] = []
@@ -71,7 +71,7 @@ def find_sources(inputs: Iterable[Path], where: Where = None, format: str = "aut
         elif format_of(given.name, format):
             sources.append(Source(given, given.name))
         else:
-            raise DataError(f"input {given} is no text: {WANTED}")
+            raise DataError(f"input {given} is not a text file: {WANTED}")
     if not sources:
         left_out = find_left_out(inputs, format)
         found = f" but {describe_left_out(left_out)}" if left_out else ""
@@ -81,7 +81,7 @@ def find_sources(inputs: Iterable[Path], where: Where = None, format: str = "aut
 
 
 def find_left_out(inputs: Iterable[Path], format: str = "auto") -> tuple[LeftOut, ...]:
-    """The files below ``inputs`` that `find_sources` leaves out, by ending, the most frequent first."""
+    """The files in ``inputs`` that `find_sources` leaves out, by extension, the most frequent first."""
     files: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for given in inputs:
@@ -95,26 +95,26 @@ def find_left_out(inputs: Iterable[Path], format: str = "auto") -> tuple[LeftOut
 
 
 def describe_left_out(left_out: Iterable[LeftOut]) -> str:
-    """Says how many files of each ending there are, with an example of each."""
-    names = {"": "without an ending"}
+    """Describes how many files of each extension there are, with an example of each."""
+    names = {"": "without an extension"}
     return ", ".join(f"{some.files:,} {names.get(some.ending, some.ending)} ({some.example})" for some in left_out)
 
 
 def say_left_out(left_out: Collection[LeftOut]) -> None:
     """Prints which files are not read, before the work begins."""
     if left_out:
-        remedy = "" if all(some.ending == HIDDEN for some in left_out) else "; to read them, name their --format"
+        remedy = "" if all(some.ending == HIDDEN for some in left_out) else "; to read them, set --format"
         say_error(f"data_prep: files left out: {describe_left_out(left_out)}{remedy}")
 
 
 def format_of(name: str, format: str = "auto") -> str | None:
-    """The format of a file: by its ending, or else ``format``, one of FORMATS. None if neither says it.
+    """The format of a file: by its extension, or else ``format``, one of FORMATS. None if neither decides it.
 
-    Plain text is wikiextractor's if ``format`` says so: that program's output is often renamed to .txt.
+    Plain text counts as wikiextractor's if ``format`` says so: its output is often renamed to .txt.
     """
     ending, packing = _endings(name)
     known = ENDINGS.get(ending)
-    if known == "parquet" and packing:  # it can't be read from a stream
+    if known == "parquet" and packing:  # Parquet can't be read from a stream
         known = None
     if format == "auto" or (known and (known, format) != ("text", "wikiextractor")):
         return known
@@ -122,7 +122,7 @@ def format_of(name: str, format: str = "auto") -> str | None:
 
 
 def parse_where(condition: str | None) -> Where:
-    """``field=value`` of the command line."""
+    """Parses ``field=value`` from the command line."""
     if condition is None:
         return None
     field, equals, value = condition.partition("=")
@@ -132,7 +132,7 @@ def parse_where(condition: str | None) -> Where:
 
 
 def _endings(name: str) -> tuple[str, str]:
-    """The ending that says the format, and that of the compression, in small letters; "" for none."""
+    """The extension for the format and the one for the compression, in lower case; "" for none."""
     path = PurePath(name.lower())
     return (path.with_suffix("").suffix, path.suffix) if path.suffix in COMPRESSED else (path.suffix, "")
 
@@ -156,26 +156,26 @@ def _refuse_misfits(sources: list[Source], where: Where, format: str) -> None:
 
 
 def _refuse_whole(path: Path) -> None:
-    """Raises DataError for a .json that is one array, or one object over many lines: told before the work begins."""
+    """Raises DataError, before the work begins, for a .json that is one array, or one object over many lines."""
     block = read_head(path)
     if block is None or b"\0" in block.data:
-        return  # empty, or not text, which the reader says better
+        return  # empty, or not text: the reader has a better error
     line, more, _ = block.data.decode(errors="replace").strip().partition("\n")
     if line.startswith("["):
         remedy = f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
-        raise DataError(f"{path}: one JSON array, wanted a record a line: {remedy}")
+        raise DataError(f"{path}: one JSON array, wanted one record per line: {remedy}")
     if line and (more or block.ends):
         try:
             parse_json(line)
         except ValueError:
             raise DataError(
-                f"{path}: not JSON lines: its first line is not a whole record; write a record a line, or move it out "
-                "of the input if it is no text"
+                f"{path}: not JSON lines: its first line is not a whole record; write one record per line, or move it "
+                "out of the input if it is not text"
             ) from None
 
 
 def _files_below(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Name and whether it is hidden, of each file; a hidden folder stands for all that is in it."""
+    """The name of each file and whether it is hidden. A hidden folder counts as one file."""
     for base, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
         hidden = [name for name in folders if name.startswith(".")]
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -184,4 +184,4 @@ def _files_below(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _raise(error: OSError) -> None:
-    raise error  # a folder that can't be listed would be left out in silence
+    raise error  # otherwise a folder that can't be listed would be silently left out

@@ -1,8 +1,8 @@
-"""The tokenized corpus: one flat row of ids on disk, mapped into memory, with sentence and document borders.
+"""The tokenized corpus: one flat array of ids on disk, memory-mapped, with sentence and document boundaries.
 
 Raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``continues`` (uint8, 1 where a token continues a
 word), ``sentences`` (int64, where each sentence starts in ids, and the end), ``documents`` (int64, where each
-document starts in sentences, and the end), ``digests`` (16 bytes a document, a hash of its text); and
+document starts in sentences, and the end), ``digests`` (16 bytes per document, a hash of its text); and
 ``counts.npy``, written last: int64[text files, 12], the columns of `Counted`.
 """
 
@@ -38,20 +38,20 @@ REMEDY = "remove the store, and build again"
 
 
 class Counted(IntEnum):
-    """Of a text file: what was taken from it, and what was changed in it."""
+    """Counts for a text file: what was read from it, and what was changed."""
 
     TOKENS = 0
     UNKNOWN = 1  # tokens that are [UNK]
     EMPTY = 2  # sentences without visible text, left out
     CUT = 3  # cuts in lines and sentences that were too long
-    REPLACED = 4  # bytes that were no UTF-8, replaced
-    CLEANED = 5  # characters that cleaning changed, white space aside
+    REPLACED = 4  # bytes that were not UTF-8, replaced
+    CLEANED = 5  # characters that cleaning changed, except whitespace
     BLANK = 6  # documents without visible text, left out
-    UNWANTED = 7  # records left out, since --where does not take them
+    UNWANTED = 7  # records left out by --where
     TITLES = 8  # titles of articles, left out
     MARKUP = 9  # lines of markup that were read as text
     STRIPPED = 10  # combining marks that the tokenizer strips
-    STRIPPED_OTHER = 11  # those of scripts other than Latin, Greek and Cyrillic
+    STRIPPED_OTHER = 11  # marks of scripts other than Latin, Greek and Cyrillic
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Store:
     ids: Ids  # [tokens]
     continues: NDArray[np.uint8]  # [tokens]
     sentences: NDArray[np.int64]  # [sentences + 1]
-    documents: NDArray[np.int64]  # [documents, 2] first sentence and end of those that take part
+    documents: NDArray[np.int64]  # [documents, 2] first sentence and end of the selected documents
 
     def gather(
         self, column: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]
     ) -> NDArray[Any]:
-        """``column[start:start + length]`` of each row, one after the other; column is ids or continues."""
+        """``column[start:start + length]`` for each row, concatenated; column is ids or continues."""
         if isinstance(column, np.memmap):
             return _read(column, starts, lengths)
         ends = np.cumsum(lengths)
@@ -76,7 +76,7 @@ class Store:
 
 @dataclass(frozen=True)
 class TokenizedChunk:
-    """What a worker makes of a Chunk."""
+    """The result of tokenizing a Chunk."""
 
     source: int
     read: int  # bytes of the file
@@ -84,12 +84,12 @@ class TokenizedChunk:
     continues: NDArray[np.uint8]  # [tokens]
     lengths: NDArray[np.int64]  # [sentences] tokens
     documents: NDArray[np.int64]  # [sentences] number of the document
-    digests: Mapping[int, bytes | bytearray]  # of the paragraphs of each document, one after the other
-    counted: NDArray[np.int64]  # [12]; BLANK counts all documents that begin here, until `write_store`
+    digests: Mapping[int, bytes | bytearray]  # of the paragraphs of each document, concatenated
+    counted: NDArray[np.int64]  # [12]; until `write_store`, BLANK counts all documents that begin here
 
 
 def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest of uint16 and uint32, little-endian, that holds every id."""
+    """The smaller of uint16 and uint32, little-endian, that fits every id."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -128,13 +128,13 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, sha256: str, language: str, gi
 
 @lru_cache(1)
 def _words_of(tokenizer: Path, sha256: str, given_words: bool) -> tuple[WordCache, int]:
-    """One cache in a process, for all of its chunks."""
+    """The word cache of this process, shared by all of its chunks."""
     loaded = load_once(tokenizer, sha256)
     return WordCache(loaded, id_dtype(loaded.vocab_size), given_words), loaded.specials.unk
 
 
 def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) -> None:
-    """Writes the chunks, in their order, as a store of ``sources`` text files."""
+    """Writes the chunks, in order, as a store of ``sources`` text files."""
     counts = np.zeros((sources, len(Counted)), np.int64)
     tokens = sentences = last = 0
     with ExitStack() as stack:
@@ -149,7 +149,7 @@ def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) ->
             files["continues"].write(chunk.continues.tobytes())
             files["digests"].write(digester.add(chunk))
             counts[chunk.source] += chunk.counted
-            counts[chunk.source, Counted.BLANK] -= len(starts)  # those with text; no document lies in two files
+            counts[chunk.source, Counted.BLANK] -= len(starts)  # documents with text; no document spans two files
             if len(chunk.documents):
                 last = int(chunk.documents[-1])
             tokens += len(chunk.ids)
@@ -162,13 +162,13 @@ def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) ->
 
 
 class Digester:
-    """Hashes documents that may begin in one chunk and end in another; those without a sentence have no place."""
+    """Hashes documents that may begin in one chunk and end in another. Documents without a sentence are skipped."""
 
     def __init__(self) -> None:
         self._document, self._has_text, self._hash = 0, False, hashlib.blake2b(digest_size=DIGEST)
 
     def add(self, chunk: TokenizedChunk) -> bytes:
-        """The digests of the documents that have ended."""
+        """The digests of the documents that ended with this chunk."""
         ended = []
         with_text = set(np.unique(chunk.documents).tolist())
         for document, paragraphs in chunk.digests.items():
@@ -180,12 +180,12 @@ class Digester:
         return b"".join(ended)
 
     def end(self) -> bytes:
-        """The digest of the document that is open."""
+        """The digest of the last document."""
         return self._hash.digest() if self._has_text else b""
 
 
 def _read(column: np.memmap[Any, Any], starts: NDArray[np.int64], lengths: NDArray[np.integer[Any]]) -> NDArray[Any]:
-    """`Store.gather` by system calls: a page that is read through the map would count as this process's memory."""
+    """`Store.gather` by system calls: a page read through the memory map would count as this process's memory."""
     size = column.itemsize
     assert column.filename is not None
     with open(column.filename, "rb", buffering=0) as file:
@@ -195,7 +195,7 @@ def _read(column: np.memmap[Any, Any], starts: NDArray[np.int64], lengths: NDArr
 
 
 def require_whole(folder: Path, counts: NDArray[np.int64], sources: int, vocab_size: int) -> None:
-    """Raises DataError if the store's ``counts`` are not of ``sources`` files, or its files hold another amount."""
+    """Raises DataError if ``counts`` does not cover ``sources`` files, or does not match the files of the store."""
     if len(counts) != sources or (counts < 0).any():
         raise DataError(f"{folder / COUNTS} holds no counts of {sources} text files; {REMEDY}")
     tokens = int(counts[:, Counted.TOKENS].sum())
@@ -208,17 +208,17 @@ def require_whole(folder: Path, counts: NDArray[np.int64], sources: int, vocab_s
     }
     for name, size in wanted.items():
         if (folder / name).stat().st_size != size:
-            raise DataError(f"{folder / name} does not hold what {COUNTS} says of it; {REMEDY}")
+            raise DataError(f"{folder / name} does not match {COUNTS}; {REMEDY}")
 
 
 def _last(path: Path) -> int:
-    """The last number of a file of int64; -1 if it is no such file."""
+    """The last number of a file of int64; -1 if it is not a file of int64."""
     size = path.stat().st_size
     return int(np.memmap(path, np.int64, "r")[-1]) if size and size % 8 == 0 else -1
 
 
 def open_store(folder: Path, selection: Path, vocab_size: int) -> Store:
-    """Maps a store that holds at least one token, with the documents of ``selection`` (int64 pairs)."""
+    """Memory-maps a store of at least one token, with the documents of ``selection`` (int64 pairs)."""
     return Store(
         np.memmap(folder / "ids", id_dtype(vocab_size), "r"),
         np.memmap(folder / "continues", np.uint8, "r"),

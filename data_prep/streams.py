@@ -1,4 +1,4 @@
-"""What programs print while they work: lines, each of them whole, none of them worth a build or a run."""
+"""Prints progress and error lines: each line is written whole, and a failure to print never stops the program."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NoReturn
 
 
 def write_whole_lines() -> None:
-    """From here on a line goes out in one write, as soon as it ends; for programs whose ranks share one log.
+    """Makes stdout and stderr write each line in one call as soon as it ends, for programs whose ranks share a log.
 
-    Under ``PYTHONUNBUFFERED``, which images set as a rule, ``print`` writes each of its parts by itself, and the line
-    break too: two ranks that speak at once are then read as ``trainer: rank 0: trainer: rank 1: …``.
+    Under ``PYTHONUNBUFFERED``, which most images set, ``print`` writes each part and the line break separately. Lines
+    of two ranks that print at the same time then mix: ``trainer: rank 0: trainer: rank 1: …``.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -21,13 +21,13 @@ def write_whole_lines() -> None:
 
 
 def say_error(line: str) -> None:
-    """Print a line to stderr. Where that is gone, a launcher's pipe or a disk that is full, the line is lost."""
+    """Print a line to stderr. If stderr is gone (a launcher's closed pipe, a full disk), the line is lost."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def flush() -> None:
-    """Write what is held back. Where a stream is gone it is lost: Python would end with 120 for it, and not say why."""
+    """Flush stdout and stderr. Output to a closed stream is lost; else Python would exit with 120 and no reason."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,12 +1,12 @@
-"""BERT's WordPiece tokenizer: load it, clean and encode text by it, write it for `transformers`.
+"""BERT's WordPiece tokenizer: loads it, cleans and encodes text with it, and saves it for `transformers`.
 
-The cleaning of `cleaning.py` is part of every tokenizer that is learnt here or saved by a build: it stands in
-tokenizer.json, before BERT's own, so whatever loads that file gives the ids that the model was trained on. A published
-BERT's tokenizer, which lacks it, is used as it is until a build adds it.
+Every tokenizer that is trained here or saved by a build includes the cleaning of `cleaning.py`. It is in
+tokenizer.json, before BERT's own cleaning, so any program that loads that file produces the ids that the model was
+trained on. The tokenizer of a published BERT lacks it, and is used unchanged until a build adds it.
 
-BERT's own cleaning sets Chinese characters apart, and a word with a character outside the vocabulary becomes [UNK] as
-a whole. "[MASK]" written in a text is three pieces, never the control id. Other tokens that were added in
-`transformers`, such as "[E1]", keep their ids, and are found in a text before it is cleaned and cut.
+BERT's own cleaning separates Chinese characters, and a word with a character outside the vocabulary becomes a single
+[UNK]. "[MASK]" written in a text is three pieces, never the control id. Tokens that were added in `transformers`, for
+example "[E1]", keep their ids and are found in a text before it is cleaned and split.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from data_prep.errors import DataError
 from data_prep.json_text import read_json, read_text
 
 PIECES, WHOLE, SETTINGS = TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
-MOST_PIECES = 2**21  # of any vocabulary; the largest that `vocab` makes has half of it
+MOST_PIECES = 2**21  # limit for any vocabulary; `vocab` makes at most half as many
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
 MANIFESTS, RESTORE = "the manifest's tokenizer", "restore it, or build the shards again"
 BATCH = 128  # sentences encoded at once
-UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only fill up a vocabulary, as Google published BERT with
+UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only pad a vocabulary, as in the BERT that Google published
 MODEL: dict[
     str, Any
-] = {  # what `transformers` takes for granted; these decide ids too, and the hash need not name them
+] = {  # what `transformers` takes for granted; these also decide ids, and the hash need not include them
     "type": "WordPiece",
     "unk_token": "[UNK]",
     "continuing_subword_prefix": CONTINUING,
     "max_input_chars_per_word": 100,
 }
 CLEANERS = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}  # `words.py` relies on them
-OURS: dict[str, tuple[str, Any]] = {  # the list in tokenizer.json that they end, and what of ours begins it
+OURS: dict[str, tuple[str, Any]] = {  # the list in tokenizer.json that they end, and our own entry at its start
     "normalizer": ("normalizers", {"type": "Replace", "pattern": {"Regex": CONTROLS}, "content": " "}),
     "pre_tokenizer": (
         "pretokenizers",
         {"type": "Split", "pattern": {"Regex": SYMBOLS}, "behavior": "Isolated", "invert": False},
     ),
 }
-CLEANING = {  # names in tokenizer_config.json, and in the BertNormalizer of tokenizer.json
+CLEANING = {  # names in tokenizer_config.json -> in the BertNormalizer of tokenizer.json
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
@@ -64,17 +64,17 @@ DEFAULTS = {
     "model_max_length": 512,
 } | {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
 
-# `transformers` rebuilds a BertTokenizer from its vocabulary and would leave our cleaning out; for this class it takes
-# tokenizer.json as it is, but gives no token_type_ids unless they are named.
+# `transformers` rebuilds a BertTokenizer from its vocabulary and would drop our cleaning. For this class it uses
+# tokenizer.json unchanged, but returns no token_type_ids unless they are listed.
 KEEPS_CLEANING = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
 }
 
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token: which texts it is found in
-BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")  # transformers' that cut text alike
-CUTTING = {  # settings that decide ids in transformers' slow tokenizers, and what BERT's own are
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # flags of an added token that decide where it is found
+BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")  # they split text in the same way
+CUTTING = {  # settings that decide ids in transformers' slow tokenizers, and their values in BERT
     "do_basic_tokenize": (None, True),
     "never_split": (None, []),
     "word_tokenizer_type": (None, "basic"),
@@ -95,7 +95,7 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary with its cleaning; ``settings`` is its ``tokenizer_config.json``."""
+    """A vocabulary with its cleaning; ``settings`` is the content of ``tokenizer_config.json``."""
 
     encoder: Encoder
     pieces: list[str]  # the vocabulary in the order of its ids
@@ -104,12 +104,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are 0..vocab_size-1."""
+        """The number of ids, 0..vocab_size-1."""
         return len(self.pieces)
 
     @property
     def strips_accents(self) -> bool:
-        """Combining marks are removed from letters, which by default goes with lower case."""
+        """Whether combining marks are removed from letters; by default, this follows lower-casing."""
         chosen = self.settings["strip_accents"]
         return bool(self.settings["do_lower_case"] if chosen is None else chosen)
 
@@ -121,16 +121,16 @@ class Tokenizer:
 
     @property
     def fillers(self) -> int:
-        """How many [unusedN] stand at the vocabulary's end: they fill it up, and a model gives them no probability."""
+        """The number of [unusedN] at the end of the vocabulary: they pad it, and a model gives them no probability."""
         return next((n for n, piece in enumerate(reversed(self.pieces)) if not UNUSED.fullmatch(piece)), 0)
 
     @property
     def added(self) -> dict[int, AddedToken]:
-        """Tokens that are found in a text before it is cut, by id: what `add_tokens` of `transformers` has added."""
+        """Tokens that are found in a text before it is split, by id: those added by `add_tokens` of `transformers`."""
         return dict(sorted(self.encoder.get_added_tokens_decoder().items()))
 
     def sha256(self) -> str:
-        """Of what decides the ids: the vocabulary and the cleaning, not the layout of a file."""
+        """The hash of everything that decides the ids: the vocabulary and the cleaning, not the layout of a file."""
         cleaning = (self.encoder.normalizer, self.encoder.pre_tokenizer)
         identity = [self.pieces, *(json.loads(part.__getstate__()) for part in cleaning)]
         identity += [[i, *(getattr(token, flag) for flag in FLAGS)] for i, token in self.added.items()]
@@ -155,7 +155,7 @@ class Tokenizer:
             yield from (encoding.ids for encoding in batch)
 
     def files(self) -> dict[str, bytes]:
-        """What `transformers` loads, by name: vocab.txt, tokenizer.json and tokenizer_config.json."""
+        """The files that `transformers` loads, by name: vocab.txt, tokenizer.json and tokenizer_config.json."""
         published = Encoder(self.encoder.model)
         published.normalizer, published.pre_tokenizer = self.encoder.normalizer, self.encoder.pre_tokenizer
         published.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
@@ -171,7 +171,7 @@ class Tokenizer:
         return {name: content.encode() + b"\n" for name, content in contents.items()}
 
     def save(self, folder: Path) -> None:
-        """Writes `files`."""
+        """Writes `files` to ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             with replacing(folder / name) as file:
@@ -179,10 +179,10 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """A WordPiece tokenizer from ``tokenizer.json``, or from ``vocab.txt`` as Google published BERT.
+    """Loads a WordPiece tokenizer from ``tokenizer.json``, or from ``vocab.txt`` as in Google's BERT.
 
-    Raises DataError when neither is there or readable, when a control token is missing, or when an added token has an
-    id that it cannot have here.
+    Raises DataError if neither file exists and is readable, if a control token is missing, or if an added token has an
+    id that is not possible here.
     """
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; `python -m data_prep vocab` makes one")
@@ -197,7 +197,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         _require_bert(folder, settings)
         try:
             encoder = bert_encoder(_lines_of(vocabulary), settings)
-        except TypeError as error:  # a setting that is no true or false
+        except TypeError as error:  # a setting that is neither true nor false
             raise DataError(f"tokenizer in {folder}: a wrong setting ({error})") from None
     else:
         raise DataError(f"tokenizer folder {folder} holds neither tokenizer.json nor vocab.txt")
@@ -226,12 +226,12 @@ def _require_ids(folder: Path, vocab: dict[str, int]) -> None:
 
 
 def load_proven(folder: Path, sha256: str, whose: str = MANIFESTS, remedy: str = RESTORE) -> Tokenizer:
-    """Load a tokenizer and prove that it is the one whose `Tokenizer.sha256` is on record.
+    """Load a tokenizer and verify that it is the one whose `Tokenizer.sha256` is on record.
 
-    Every reader of a data set or a run loads its tokenizer here: another one of the same size gives every id another
-    meaning, and nothing else would notice. The files that only `transformers` reads must agree with tokenizer.json.
+    Every reader of a data set or a run loads its tokenizer here. A different one of the same size would change the
+    meaning of every id, and nothing else would notice. The files only for `transformers` must match tokenizer.json.
 
-    Raises DataError as `load_tokenizer` does, and for another tokenizer; each ends with the ``remedy``.
+    Raises DataError as `load_tokenizer` does, and for a different tokenizer; each message ends with the ``remedy``.
     """
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist: {remedy}")
@@ -253,22 +253,22 @@ def require_sha256(tokenizer: Tokenizer, sha256: str, folder: Path, whose: str =
 
 def _require_agreement(folder: Path, tokenizer: Tokenizer) -> None:
     if (folder / PIECES).exists() and _lines_of(folder / PIECES) != tokenizer.pieces:
-        raise DataError(f"{folder / PIECES} has other pieces than {WHOLE} beside it")
+        raise DataError(f"{folder / PIECES} has other pieces than {WHOLE} next to it")
     said = DEFAULTS | _read_object(folder / SETTINGS) if (folder / SETTINGS).exists() else tokenizer.settings
     for name in CLEANING:
         there, here = json.dumps(said[name]), json.dumps(tokenizer.settings[name])
         if there != here:
-            raise DataError(f"{folder / SETTINGS} has {name} {there}, {WHOLE} beside it has {here}")
+            raise DataError(f"{folder / SETTINGS} has {name} {there}, {WHOLE} next to it has {here}")
 
 
 @lru_cache(1)
 def load_once(folder: Path, sha256: str) -> Tokenizer:
-    """`load_proven`, once in a process: workers come for each task to a build's own copy."""
+    """`load_proven` with a cache per process: workers load the build's own copy for each task."""
     return load_proven(folder, sha256, "the tokenizer that the build began with", "leave it alone, and build again")
 
 
 def bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:
-    """The library's BERT tokenizer, with no cleaning but BERT's own."""
+    """The library's BERT tokenizer, with only BERT's own cleaning."""
     vocab = {piece: number for number, piece in enumerate(pieces)}
     encoder = Encoder(models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix=CONTINUING))
     encoder.normalizer = normalizers.BertNormalizer(**{ours: settings[theirs] for theirs, ours in CLEANING.items()})
@@ -277,31 +277,31 @@ def bert_encoder(pieces: list[str], settings: dict[str, Any]) -> Encoder:
 
 
 def _require_bert(folder: Path, settings: dict[str, Any]) -> None:
-    """Raises DataError if the folder's ``vocab.txt`` is for another way of cutting text than BERT's."""
+    """Raises DataError if the folder's ``vocab.txt`` is for a tokenizer that splits text differently from BERT's."""
     config = folder / "config.json"
     of_model = _read_object(config).get("tokenizer_class") if config.exists() else None
     if settings["tokenizer_class"] == KEEPS_CLEANING["tokenizer_class"]:
-        raise DataError(f"tokenizer in {folder}: tokenizer.json is missing, which holds its cleaning; copy it anew")
+        raise DataError(f"tokenizer in {folder}: tokenizer.json is missing, and it defines the cleaning; copy it again")
     for kind in (of_model, settings["tokenizer_class"]):
         if kind is not None and str(kind).removesuffix("Fast") not in BERT_CLASSES:
-            raise DataError(f"tokenizer in {folder}: tokenizer_class is {kind}, which does not cut text as BERT does")
+            raise DataError(f"tokenizer in {folder}: tokenizer_class is {kind}, which does not split text as BERT does")
     for name, allowed in CUTTING.items():
         if settings.get(name) not in allowed:
-            raise DataError(f"tokenizer in {folder}: {name} is {settings[name]!r}; only {allowed[1]!r} can be computed")
+            raise DataError(f"tokenizer in {folder}: {name} is {settings[name]!r}; only {allowed[1]!r} is supported")
 
 
 def _added_tokens(
     folder: Path, parts: dict[str, Any], settings: dict[str, Any], vocab: dict[str, int]
 ) -> list[tuple[int, AddedToken]]:
-    """Ids and tokens that were added to the vocabulary, control tokens aside, by id; from wherever they are kept.
+    """Tokens that were added to the vocabulary, by id, except control tokens; from every place that may list them.
 
-    That is in tokenizer.json, in `added_tokens_decoder` of tokenizer_config.json, and, of older versions, in
-    added_tokens.json, or by name alone among the special tokens.
+    The places are tokenizer.json, `added_tokens_decoder` in tokenizer_config.json and, in older versions,
+    added_tokens.json, or only the names of the special tokens.
     """
     beside, names = folder / "added_tokens.json", folder / "special_tokens_map.json"
     found: dict[str, tuple[int, AddedToken]] = {}
     try:
-        special: list[Any] = []  # their names, or objects with these
+        special: list[Any] = []  # their names, or objects that contain the names
         for source in (settings, _read_object(names) if names.exists() else {}):
             more = source.get("additional_special_tokens") or source.get("extra_special_tokens") or ()
             special += more.values() if isinstance(more, dict) else more
@@ -332,12 +332,12 @@ def _add(encoder: Encoder, number: int, token: AddedToken, folder: Path) -> None
 
 
 def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str, Any]]:
-    """Without its added tokens; and the settings that its cleaning amounts to, whatever the config beside it says."""
+    """The encoder without its added tokens, and the settings implied by its cleaning, whatever the config file says."""
     model = parts.get("model")
     if not isinstance(model, dict):
-        raise DataError(f"{path} is no tokenizer of the `tokenizers` library")
+        raise DataError(f"{path} is not a tokenizer of the `tokenizers` library")
     for name, wanted in MODEL.items():
-        found = model.get(name, "WordPiece" if name == "type" else None)  # files of 2020 do not say their type
+        found = model.get(name, "WordPiece" if name == "type" else None)  # files of 2020 do not state their type
         if found != wanted:
             raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found!s:.80}")
     bert = {part: _last(part, parts.get(part)) for part in CLEANERS}
@@ -346,19 +346,19 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
         if found != wanted:
             raise DataError(f"{path}: wanted a {part} of type {wanted}, BERT's own, found {found!s:.80}")
     bare: dict[str, Any] = {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    bare["model"] = model | {"vocab": {"[UNK]": 0}}  # the library reads a large one slowly
+    bare["model"] = model | {"vocab": {"[UNK]": 0}}  # the library is slow at reading a large one
     try:
         encoder = Encoder.from_str(json.dumps(parts | bare))
         encoder.model = models.WordPiece(model["vocab"], unk_token="[UNK]", continuing_subword_prefix=CONTINUING)
-    except Exception as error:  # `tokenizers` raises nothing narrower
+    except Exception as error:  # `tokenizers` raises no narrower class
         reason = " ".join(str(error).split())
-        raise DataError(f"{path} is no tokenizer of the `tokenizers` library ({reason})") from None
+        raise DataError(f"{path} is not a tokenizer of the `tokenizers` library ({reason})") from None
     normalizer = bert["normalizer"]
     return encoder, {theirs: normalizer[ours] for theirs, ours in CLEANING.items() if ours in normalizer}
 
 
 def _last(part: str, found: Any) -> dict[str, Any]:
-    """What comes after our own part of the cleaning; ``found`` as it is if it does not begin with that."""
+    """The part of the cleaning after our own; ``found`` unchanged if it does not begin with ours."""
     name, ours = OURS[part]
     whole: dict[str, Any] = found if isinstance(found, dict) else {}
     match whole.get(name):

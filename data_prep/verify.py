@@ -1,4 +1,4 @@
-"""Proves a data set against its manifest, and a shard against its index."""
+"""Verifies a data set against its manifest, and a shard against its index."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from data_prep.tokenizer import WHOLE, load_tokenizer, require_sha256
 
 
 def verify(folder: Path, full: bool = False) -> list[str]:
-    """All that is wrong with a data set, a line each, by shard; an empty list means that it is whole.
+    """All problems of a data set, one per line, by shard. An empty list means that it is complete and undamaged.
 
     Args:
         full: also hash every tar and decode every sample. Without it: names, sizes, indexes and counts.
 
-    Raises DataError when there is no manifest to prove it against.
+    Raises DataError if there is no manifest to verify it against.
     """
     manifest = load_manifest(folder)
     problems = list(_beside_shards(folder, manifest))
@@ -36,15 +36,15 @@ def verify(folder: Path, full: bool = False) -> list[str]:
 
 
 class Measured(NamedTuple):
-    """What stands in a shard."""
+    """The contents of a shard, as read by `measure_shard`."""
 
     record: ShardRecord
-    token_counts: NDArray[np.int64]  # [V] how often each id stands in its samples
-    length_counts: NDArray[np.int64]  # [longest + 1] how many of its samples have each length
+    token_counts: NDArray[np.int64]  # [V] how often each id occurs in its samples
+    length_counts: NDArray[np.int64]  # [longest + 1] number of its samples of each length
 
 
 def measure_shard(folder: Path, name: str, vocab_size: int) -> Measured:
-    """Reads a whole shard.
+    """Reads a whole shard and counts its tokens and lengths.
 
     Raises DataError, with the shard's name, for a file that is missing, truncated or damaged.
     """
@@ -102,13 +102,13 @@ def _beside_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """The manifest proves what decides the ids, which is in tokenizer.json; this says what each file must hold."""
+    """Checks each file's content. The manifest's hash covers only what decides the ids, which is in tokenizer.json."""
     tokenizer = load_tokenizer(folder)
     require_sha256(tokenizer, manifest.tokenizer.sha256, folder)
     files = tokenizer.files()
     if manifest.settings.tokenizers != version("tokenizers"):
-        del files[WHOLE]  # another version may lay it out otherwise
+        del files[WHOLE]  # another version may have another layout
     for name, content in files.items():
         path = folder / name
         if not path.is_file() or path.read_bytes() != content:
-            yield f"{path}: not as the build wrote it, which follows from tokenizer.json; build again, or copy it anew"
+            yield f"{path}: not as the build wrote it, which follows from tokenizer.json; build again, or copy it again"

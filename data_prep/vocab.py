@@ -1,4 +1,4 @@
-"""Learning a vocabulary: which characters of a text have a piece, and which pieces of words there is room for."""
+"""Trains a vocabulary: decides which characters of a text get a piece, and which word pieces fit in the rest."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from data_prep.errors import DataError
 from data_prep.marks import Marks, count_marks
 from data_prep.tokenizer import BATCH, CONTINUING, DEFAULTS, SPECIALS, SpecialIds, Tokenizer, bert_encoder
 
-LEAST_ALPHABET = 1_000  # characters that are learnt, if the text has as many
-COVERAGE = 0.9999  # of the text's characters: as many more are learnt as it takes, if they fit
-LARGEST_VOCABULARY = 1_000_000  # pieces; the largest of a published BERT, LaBSE, is half of it
-LARGEST_MULTIPLE = 65_536  # no matrix product asks for more
+LEAST_ALPHABET = 1_000  # minimum number of characters in the vocabulary, if the text has as many
+COVERAGE = 0.9999  # share of the text's characters to cover; more characters are added until then, if they fit
+LARGEST_VOCABULARY = 1_000_000  # pieces; twice the largest published BERT vocabulary (LaBSE)
+LARGEST_MULTIPLE = 65_536  # no matrix product needs more
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """A tokenizer that was learnt from a text, and what of the text it left out."""
+    """A tokenizer trained on a text, with counts of what it leaves out."""
 
     tokenizer: Tokenizer
     left_out: int  # characters of the text that have no piece
-    share: float  # of the text's characters, counted as often as they stand there, that these are
-    limit: str | None  # the option that kept them out
-    words: int  # of the text
-    marks: Marks  # that the tokenizer strips
+    share: float  # share of these in the text, counted by occurrence
+    limit: str | None  # the option that excluded them
+    words: int  # words in the text
+    marks: Marks  # combining marks that the tokenizer strips
 
 
 def train_tokenizer(paragraphs: Iterable[str], size: int, cased: bool, multiple_of: int = 1) -> Tokenizer:
-    """The tokenizer that `learn_tokenizer` makes."""
+    """Trains a tokenizer with `learn_tokenizer` and returns only the tokenizer."""
     return learn_tokenizer(paragraphs, size, cased, multiple_of).tokenizer
 
 
@@ -46,16 +46,16 @@ def learn_tokenizer(
     coverage: float = COVERAGE,
     keep_accents: bool = False,
 ) -> Learnt:
-    """Learns a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
+    """Trains a vocabulary of at most ``size`` pieces; the same text gives the same vocabulary.
 
-    The most frequent characters have a piece each: LEAST_ALPHABET of them, and more until they make up ``coverage`` of
-    the text or ``size`` is used up. Pieces of words come next, and rarer characters last, if there is room.
+    Each of the most frequent characters gets a piece: LEAST_ALPHABET of them, and more until they make up ``coverage``
+    of the text or ``size`` is used up. Pieces of words come next, and rarer characters last, if there is room.
 
-    The vocabulary is filled up with [unused0], [unused1], ... to a size that is a multiple of ``multiple_of`` (matrix
-    products are fastest for multiples of 8 to 64); these never stand in a text and are never predicted.
+    The vocabulary is padded with [unused0], [unused1], ... to a multiple of ``multiple_of`` (matrix products are
+    fastest for multiples of 8 to 64). These pieces never occur in a text and are never predicted.
 
     `tokenizers` numbers the characters in the order of a hash table, which differs from run to run, and
-    breaks ties by these numbers. So they are given to it in a fixed order, as if they were special.
+    breaks ties by these numbers. So the characters are passed to it in a fixed order, as if they were special tokens.
 
     Raises DataError if there is no text, or if ``size`` is too small for LEAST_ALPHABET characters.
     """
@@ -106,7 +106,7 @@ def _count_words(tokenizer: Tokenizer, paragraphs: Iterable[str]) -> tuple[Count
 
 
 def _count_characters(words: Counter[str]) -> Counter[str]:
-    """How often each character stands in the text, the most frequent first."""
+    """How often each character occurs in the text, the most frequent first."""
     counts: Counter[str] = Counter()
     for word, count in words.items():
         for character in word:
@@ -115,29 +115,29 @@ def _count_characters(words: Counter[str]) -> Counter[str]:
 
 
 def _covering(counts: list[int], coverage: float) -> int:
-    """How many characters, the most frequent first, make up ``coverage`` of a text; LEAST_ALPHABET at least."""
+    """How many of the most frequent characters make up ``coverage`` of a text, at least LEAST_ALPHABET."""
     sums = list(accumulate(counts))
     return max(bisect_left(sums, coverage * sums[-1]) + 1, min(LEAST_ALPHABET, len(counts)))
 
 
 def _fitting(costs: list[int], room: int) -> int:
-    """How many characters, in their order, need at most ``room`` pieces."""
+    """How many characters, in order, fit in ``room`` pieces."""
     return bisect_right(list(accumulate(costs)), room)
 
 
 def _pieces_of(characters: list[str], following: set[str]) -> list[str]:
-    """``c`` of each character, and ``##c`` of those that go on in a word."""
+    """The pieces ``c`` of each character, and ``##c`` of those that also occur inside a word."""
     return characters + [CONTINUING + character for character in characters if character in following]
 
 
 def _repeated(words: Counter[str]) -> Iterator[str]:
-    """Each word as often as it was counted: the trainer takes texts, not counts."""
+    """Each word, repeated as often as it was counted: the trainer takes texts, not counts."""
     for word, count in words.items():
         for start in range(0, count, BATCH):
             yield " ".join([word] * min(BATCH, count - start))
 
 
 def _new(pieces: list[str], settings: dict[str, Any]) -> Tokenizer:
-    """A tokenizer of ours; its vocabulary begins with SPECIALS."""
+    """A new tokenizer with our cleaning; its vocabulary begins with SPECIALS."""
     specials = SpecialIds(*range(len(SPECIALS)))
     return Tokenizer(bert_encoder(pieces, settings), pieces, specials, settings).with_cleaning()

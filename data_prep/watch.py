@@ -1,4 +1,4 @@
-"""A command that is run to its end: how long it takes, what it prints, and how much memory all of it has at once."""
+"""Runs a command to its end, and measures its time, its output, and the peak memory of all its processes together."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 
 from data_prep.errors import DataError
 
-SECONDS = 0.05  # between two looks at the memory
-SIZES = re.compile(r"^(Pss|Pss_Anon): +(\d+)", re.MULTILINE)  # of smaps_rollup, in KiB
+SECONDS = 0.05  # between two memory measurements
+SIZES = re.compile(r"^(Pss|Pss_Anon): +(\d+)", re.MULTILINE)  # lines of smaps_rollup, in KiB
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Standard output and error, and the peaks of each figure of `memory`, 0 if nobody looked."""
+    """Standard output and error, times, and the peak of each value of `memory`, 0 if it was not measured."""
 
-    seconds: float  # by the clock
-    cpu: float  # seconds of processor time, of all processes together
+    seconds: float  # wall time
+    cpu: float  # seconds of CPU time, all processes together
     output: str
     anonymous: int
     total: int
@@ -33,9 +33,9 @@ class Watched:
 def run(
     command: list[str], folder: Path, environment: dict[str, str], core: int | None = None, look: bool = False
 ) -> Watched:
-    """Runs a command in ``folder``, tied to a core if one is given; ``look`` at its memory costs some of its time.
+    """Runs a command in ``folder``, pinned to a core if one is given. ``look`` also measures memory, at a small cost.
 
-    Raises DataError, with the last line that it printed, if it fails.
+    Raises DataError, with the last line it printed, if it fails.
     """
     tie = None if core is None else partial(os.sched_setaffinity, 0, {core})
     peaks = (0, 0)
@@ -59,19 +59,19 @@ def run(
 
 
 def _cpu_of_children() -> float:
-    """Of those that have ended."""
+    """CPU seconds of the child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def memory(top: int) -> tuple[int, int]:
-    """Bytes that process ``top`` and all below it have now: anonymous ones, and all, with the pages of files.
+    """Current memory of process ``top`` and its descendants in bytes: anonymous, and total with file-backed pages.
 
     A page that n processes share counts 1/n in each of them (Linux: "proportional set size").
     """
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
     family = {top}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:

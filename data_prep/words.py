@@ -1,12 +1,12 @@
-"""A cache of words in front of the tokenizer: text repeats its words, so most are looked up, not encoded.
+"""A cache of words in front of the tokenizer: text repeats its words, so most are looked up instead of encoded.
 
-BERT's cleaning and its split into words treat each character alone, but for accents, which move only within
-a word, and spaces and marks always part two words (that is why `load_tokenizer` takes no other kind of tokenizer).
-So the ids of a text are the ids of what stands between its spaces and marks, and of the marks, one after the other,
-and a word's ids never change. A new word of Latin letters without accents and digits needs no cleaning and is cut by
-the tokenizer's WordPiece at once; any other is its to clean, too. The tests compare all of it on arbitrary Unicode.
+BERT's cleaning and word splitting treat each character independently, except accents, which move only within a word.
+Spaces and marks always separate two words (this is why `load_tokenizer` accepts no other kind of tokenizer). So the ids
+of a text are the ids of its marks and of the words between spaces and marks, concatenated, and the ids of a word never
+change. A new word of unaccented Latin letters and digits needs no cleaning and goes straight to the tokenizer's
+WordPiece; for any other word the tokenizer also does the cleaning. The tests check all of this on arbitrary Unicode.
 
-Words are found, and known again, by arithmetic on all of a text at once: a word of up to 16 bytes is two numbers.
+Words are found and recognized by array arithmetic on the whole text at once: a word of up to 16 bytes is two numbers.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from numpy.typing import NDArray
 from data_prep.marks import Marks, count_marks
 from data_prep.tokenizer import CONTINUING, Tokenizer
 
-MOST_CHARACTERS = 1 << 21  # in the words of the cache; it starts anew beyond that: bounded memory
-BORDER = "\n"  # a word of no ids, between two sentences
-SPACE, RUN, MARK = range(3)  # classes of bytes; BERT makes a piece of each mark
+MOST_CHARACTERS = 1 << 21  # total over the words in the cache; beyond that it is cleared, to bound memory
+BORDER = "\n"  # a word without ids, between two sentences
+SPACE, RUN, MARK = range(3)  # classes of bytes; for BERT each mark is a word
 CLASSES = bytes(
     SPACE if byte == ord(" ") else RUN if byte >= 0x80 or chr(byte).isalnum() else MARK for byte in range(256)
 )
-MARKS = {byte: mark for byte, mark in enumerate("“”‘’–—…", 1)}  # a byte for each: clean text has no control characters
-MARK_LEADS = b"\xe2\x80"  # how all of them start in UTF-8
-MARK_BYTES = np.zeros(256, np.uint8)  # by the last byte in UTF-8, 0 for what is no mark
+MARKS = {byte: mark for byte, mark in enumerate("“”‘’–—…", 1)}  # one byte each: clean text has no control characters
+MARK_LEADS = b"\xe2\x80"  # the first bytes of all of them in UTF-8
+MARK_BYTES = np.zeros(256, np.uint8)  # indexed by the last byte in UTF-8; 0 if not a mark
 MARK_BYTES[[ord(mark) & 0x3F | 0x80 for mark in MARKS.values()]] = list(MARKS)
-CHINESE = re.compile("([\u3400-\u4dbf\u4e00-\u9fff])")  # among the characters that BERT sets apart
-CHINESE_LEADS = np.uint8(0xE3), np.uint8(0xE9)  # their first bytes in UTF-8, which few others share
-KEY = 16  # bytes of a word that the memo can hold
-LOW = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # the first n of 8 bytes
-NO_WORD = np.uint64(0xFF)  # is in no UTF-8
+CHINESE = re.compile("([\u3400-\u4dbf\u4e00-\u9fff])")  # some of the characters that BERT separates
+CHINESE_LEADS = np.uint8(0xE3), np.uint8(0xE9)  # range of their first bytes in UTF-8, which few other characters share
+KEY = 16  # maximum bytes of a word in the memo
+LOW = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks for the first n of 8 bytes
+NO_WORD = np.uint64(0xFF)  # never occurs in UTF-8
 MEMO_BITS = 18
-FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd, of no meaning
+FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # arbitrary odd numbers
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 or uint32
 
 
 class Encoded(NamedTuple):
-    """Sentences as one row of ids."""
+    """Sentences as one array of ids."""
 
     ids: Ids  # [tokens]
     continues: NDArray[np.uint8]  # [tokens] 1 where a token continues the word of the token before it
     lengths: NDArray[np.int64]  # [sentences] tokens, 0 for a sentence without visible text
-    marks: Marks  # that the tokenizer strips
+    marks: Marks  # combining marks that the tokenizer strips
 
 
 class WordCache:
-    """Encodes sentences as `Tokenizer.encode` does, many times as fast.
+    """Encodes sentences like `Tokenizer.encode`, many times faster.
 
     Args:
-        given_words: Chinese characters between two spaces are one word. Without it each is a word of its own.
+        given_words: Chinese characters between two spaces are one word. Otherwise each is a separate word.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[np.unsignedinteger[Any]], given_words: bool) -> None:
@@ -70,11 +70,11 @@ class WordCache:
 
     @property
     def characters(self) -> int:
-        """In the words that are known."""
+        """The number of characters in all cached words."""
         return self._numbers.characters
 
     def encode(self, sentences: list[str]) -> Encoded:
-        """The sentences, whose words are parted by U+0020 alone (`cleaning.clean`), without control tokens."""
+        """Encodes sentences, without control tokens. Only U+0020 may separate words, as after `cleaning.clean`."""
         if self.characters > MOST_CHARACTERS:
             self._clear()
         text = f" {BORDER} ".join(["", *sentences, ""])
@@ -93,11 +93,11 @@ class WordCache:
         self._memo = np.zeros(1 << MEMO_BITS, np.int32)  # number of the word with these bytes
         self._ids = np.empty(0, self._dtype)
         self._continues = np.empty(0, np.uint8)
-        self._starts = self._lengths = np.zeros(1, np.int64)  # of each word in the two above
+        self._starts = self._lengths = np.zeros(1, np.int64)  # start and length of each word in the two arrays above
         self._marks = np.zeros((2, 1), np.int64)  # Marks of each word
 
     def _spell(self, text: str) -> bytes:
-        """UTF-8 with a space on either side of Chinese, in lower case as far as ASCII goes, and with MARKS as bytes."""
+        """UTF-8 with spaces around Chinese characters, ASCII letters in lower case, and MARKS as single bytes."""
         data = text.encode()
         if not text.isascii():
             first, last = CHINESE_LEADS
@@ -107,10 +107,10 @@ class WordCache:
         return data.lower() if self._lowercase else data
 
     def _look_up(self, data: bytes) -> NDArray[np.int32]:
-        """The numbers of the words. What the memo does not know, the dictionary does, or will."""
+        """The numbers of the words, from the memo, or else from the dictionary, which numbers new words."""
         starts, ends = _find_words(data)
         lengths = ends - starts
-        eight = np.ndarray(len(data) + 1, "<u8", data + bytes(8), strides=(1,))  # (bytes + 1,) each and the 7 behind it
+        eight = np.ndarray(len(data) + 1, "<u8", data + bytes(8), strides=(1,))  # (bytes + 1,) a byte and 7 after it
         low, high = eight[starts] & LOW[np.minimum(lengths, 8)], np.zeros(len(starts), np.uint64)
         longer = np.flatnonzero(lengths > 8)
         high[longer] = eight[starts[longer] + 8] & LOW[np.minimum(lengths[longer] - 8, 8)]
@@ -121,12 +121,12 @@ class WordCache:
         words = [data[start:end] for start, end in zip(starts[new].tolist(), ends[new].tolist(), strict=True)]
         numbers[new] = np.fromiter(map(self._numbers.__getitem__, words), np.int32, len(words))
         new = new[lengths[new] <= KEY]
-        at = place[new]  # the last of the words that share a place stays there
+        at = place[new]  # if words share a place, the last one stays there
         self._memo_low[at], self._memo_high[at], self._memo[at] = low[new], high[new], numbers[new]
         return numbers
 
     def _learn(self) -> None:
-        """Finds the ids of the words that were met for the first time."""
+        """Finds the ids of the words that were seen for the first time."""
         words = self._numbers.take_new()
         if not words:
             return
@@ -159,7 +159,7 @@ class WordCache:
 
 
 def _spell_marks(data: bytes) -> bytes:
-    """With the byte of MARKS and two spaces for each of them; nothing else in UTF-8 has their three bytes."""
+    """Replaces each of MARKS by its byte and two spaces; nothing else in UTF-8 has their three bytes."""
     spelt = np.frombuffer(bytearray(data), np.uint8)
     at = np.flatnonzero(spelt == MARK_LEADS[0])
     byte = MARK_BYTES[spelt[at + 2]] * (spelt[at + 1] == MARK_LEADS[1])
@@ -169,7 +169,7 @@ def _spell_marks(data: bytes) -> bytes:
 
 
 def _find_words(data: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Start and end of each mark, and of each run of what is neither a mark nor a space; one is at either end."""
+    """Start and end of each mark, and of each run without marks and spaces. The data begin and end with one."""
     classes = np.frombuffer(data.translate(CLASSES), np.uint8)
     run, starts = classes == RUN, classes == MARK
     ends = starts.copy()
@@ -179,7 +179,7 @@ def _find_words(data: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 class _Numbers(dict[bytes, int]):
-    """Numbers the words in the order in which they are met."""
+    """Numbers words in the order in which they are first seen."""
 
     characters = 0
 

@@ -1,12 +1,12 @@
-"""Worker processes, of one machine or of MPI: results in the order of the work, and death is an error.
+"""Worker processes, on one machine or under MPI: results arrive in task order, and a dead worker is an error.
 
-    python -m data_prep build …                              processes of this machine; for one, this process itself
+    python -m data_prep build …                              processes on this machine; --processes 1 starts none
     mpirun -n K python -m mpi4py -m data_prep build …        rank 0 coordinates, K - 1 ranks work
 
-The ranks may be on any number of nodes that share the output folder; only rank 0 reads the input. A rank that is
-killed makes ``mpirun`` end the others, and ``-m mpi4py`` does so for a rank that fails outside of its tasks. When a
-whole node is lost, ``mpirun`` may return 0 all the same: what counts is the manifest. Idle ranks sleep between two
-looks for work, so there may be as many working ranks as cores, and rank 0 beside them (``--oversubscribe``).
+The ranks may be on any number of nodes that share the output folder; only rank 0 reads the input. If a rank is killed,
+``mpirun`` ends the others; if a rank fails outside its tasks, ``-m mpi4py`` does. If a whole node is lost, ``mpirun``
+may still return 0, so check for the manifest. Idle ranks sleep between checks for work, so one working rank per core
+plus rank 0 is fine (``--oversubscribe``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from data_prep.errors import KilledError
 from data_prep.streams import flush, say_error
 
-if TYPE_CHECKING:  # nothing of MPI or of other processes is loaded without need
+if TYPE_CHECKING:  # MPI and multiprocessing are only loaded when needed
     from concurrent.futures import Executor, Future
 
     from mpi4py.MPI import Intracomm
@@ -34,32 +34,32 @@ if TYPE_CHECKING:  # nothing of MPI or of other processes is loaded without need
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-THREADS = "TOKENIZERS_PARALLELISM"  # the tokenizer reads it before it starts threads; the processes are the parallelism
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # in which launchers of MPI tell the ranks' number
-RUNNER = "mpi4py.run"  # loaded by -m mpi4py
+THREADS = "TOKENIZERS_PARALLELISM"  # turns off the tokenizer's threads: the processes are the parallelism
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # number of ranks, set by MPI launchers
+RUNNER = "mpi4py.run"  # module loaded by -m mpi4py
 BAD_LAUNCH = 2  # exit code
-SERVE = -1  # from rank 0: serve a pool; any other number is the exit code to end with
-LOOK_SECONDS = 0.01  # between two looks of an idle rank for a message
-LEAVE_SECONDS = 2.0  # that a rank has for its last task when the command has failed
-SIGNAL_SECONDS = 1.0  # between a worker's SIGTERM and ours when the whole group gets one
+SERVE = -1  # message from rank 0: serve a pool; any other number is the exit code to end with
+LOOK_SECONDS = 0.01  # between two checks of an idle rank for a message
+LEAVE_SECONDS = 2.0  # time for a rank's last task after the command has failed
+SIGNAL_SECONDS = 1.0  # delay between a worker's SIGTERM and ours if the whole group gets one
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 5.0  # between two progress lines, on a terminal and in a file
-RATE_SECONDS = 2.0  # a stage shorter than that has no rate worth telling
-WINDOW_SECONDS = 60.0  # the rate while a stage goes on is that of so long a time
+RATE_SECONDS = 2.0  # a shorter stage has no meaningful rate
+WINDOW_SECONDS = 60.0  # the rate of a running stage is averaged over this time
 
 
 class Stopped(KeyboardInterrupt):
-    """A SIGTERM came. Raised in the main thread, as Ctrl-C is; the exit code for it is 143."""
+    """SIGTERM arrived. Raised in the main thread, like Ctrl-C; its exit code is 143."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Processes that wait for work, on this machine or on others."""
+    """A pool of processes that wait for work, on this machine or on others."""
 
     pool: Executor | None = None  # None: this process does the work
-    ahead: int = 0  # tasks given out before their turn: bounds what waits in memory
+    ahead: int = 0  # tasks submitted ahead of their turn: bounds the results that wait in memory
 
     def map(self, work: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """``work`` of each task, in order. Raises what ``work`` raises, and KilledError if a worker dies.
+        """The result of ``work`` for each task, in order. Raises errors of ``work``, and KilledError if a worker dies.
 
         ``work`` is a function of a module, or a ``partial`` of one; tasks, results and errors travel pickled.
         """
@@ -78,20 +78,20 @@ class Workers:
             while pending:
                 yield pending.popleft().result()
         except BrokenExecutor:
-            time.sleep(SIGNAL_SECONDS)  # told to stop with the workers, this process says that: `Stopped` comes here
+            time.sleep(SIGNAL_SECONDS)  # if SIGTERM went to this process too, `Stopped` is raised here
             raise KilledError(
-                "a worker process was killed, often for lack of memory; run the same command again to go on, "
-                "with fewer --processes if need be"
+                "a worker process was killed, often for lack of memory; to resume, run the same command again, "
+                "with fewer --processes if necessary"
             ) from None
 
 
 @contextmanager
 def start_workers(processes: int) -> Iterator[Workers]:
-    """Workers for the length of a ``with`` block: ``processes`` new ones, or the other ranks where MPI has some.
+    """Workers for the duration of a ``with`` block: ``processes`` new ones, or the other ranks under MPI.
 
-    In place of one new process this one works: that saves its start, and the way of all data there and back.
-    Waits for running tasks when the block ends, also when it raises an Exception; not after Ctrl-C and `Stopped`.
-    Under MPI only rank 0 may get here, which `on_ranks` sees to.
+    With one process, this process does the work: that saves starting another and sending it the data.
+    Waits for running tasks when the block ends, even after an Exception, but not after Ctrl-C or `Stopped`.
+    Under MPI only rank 0 may call this; `on_ranks` makes sure of it.
     """
     world = _world()
     if world is not None:
@@ -103,12 +103,12 @@ def start_workers(processes: int) -> Iterator[Workers]:
 
 
 def on_ranks(command: Callable[[], int]) -> int:
-    """Runs ``command`` on rank 0, or on the only process there is, and returns its exit code on every rank.
+    """Runs ``command`` on rank 0, or in the only process, and returns its exit code on every rank.
 
-    To be called once, around the whole command line, before anything is read: ``sys.exit(on_ranks(main))``.
-    The other ranks serve each `start_workers` of rank 0 meanwhile.
+    Call it once, around the whole command line, before anything is read: ``sys.exit(on_ranks(main))``.
+    Meanwhile the other ranks serve each `start_workers` of rank 0.
     """
-    if RUNNER not in sys.modules or "mpi4py.futures" in sys.modules:  # the latter has a way of its own
+    if RUNNER not in sys.modules or "mpi4py.futures" in sys.modules:  # mpi4py.futures handles ranks in its own way
         return _refuse_ranks() or command()
     from mpi4py import MPI
 
@@ -118,19 +118,19 @@ def on_ranks(command: Callable[[], int]) -> int:
     else:
         try:
             code = command()
-        except SystemExit as end:  # of the argument parser
+        except SystemExit as end:  # raised by the argument parser
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         _dismiss(world, code)
-    MPI.Finalize()  # together, or a non-zero exit code would count as a crash
+    MPI.Finalize()  # all ranks together, or a non-zero exit code would count as a crash
     return code
 
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[None]:
-    """Within the ``with`` block the first SIGTERM raises `Stopped`; from then on SIGTERM is ignored.
+    """Makes the first SIGTERM within the ``with`` block raise `Stopped`; later ones are ignored.
 
-    The block should hold what handles `Stopped`, too. Process 1 of a container needs it most: the kernel has no
-    default action for it.
+    The code that handles `Stopped` should be inside the block. Process 1 of a container needs this most: the kernel
+    has no default action for its SIGTERM.
     """
 
     def stop(*_: object) -> None:
@@ -151,14 +151,14 @@ def stop_on_sigterm() -> Iterator[None]:
 def show_progress(
     items: Iterable[Result], stage: str, unit: str, amount: Callable[[Result], float], total: float | None = None
 ) -> Iterator[Result]:
-    """Passes the items on, and says on stderr how many ``unit`` (``amount`` of each item) of ``total`` have gone by.
+    """Passes the items on, and prints to stderr how many ``unit`` (``amount`` per item) of ``total`` are done.
 
-    Rate and time to go are those of the last minute, since a rerun passes what is there faster than it makes the
-    rest; the last line has the rate of the whole stage.
+    The rate and the time to go are based on the last minute, since a rerun skips existing shards faster than it makes
+    new ones. The last line has the rate of the whole stage.
     """
     terminal = sys.stderr.isatty()
     start = shown = time.monotonic()
-    marks = deque([(start, 0.0)])  # (time, amount), a minute's
+    marks = deque([(start, 0.0)])  # (time, amount) over the last minute
     done = 0.0
     try:
         for item in items:
@@ -174,14 +174,14 @@ def show_progress(
             yield item
     except BaseException:
         if terminal and shown > start:
-            say_error("")  # the error gets a line of its own
+            say_error("")  # starts a new line for the error
         raise
     seconds = time.monotonic() - start
     _show(_parts(stage, unit, done, seconds, done / max(seconds, 1e-9), None), "\n")
 
 
 def _parts(stage: str, unit: str, done: float, seconds: float, rate: float, total: float | None) -> list[str]:
-    """What a progress line says, the part that is missed least last but one."""
+    """The parts of a progress line; the last but one is dropped first if the line is too long."""
     share = f" ({int(100 * min(done / total, 1))} %)" if total else ""
     told = f", {rate:,.0f} a second" if seconds >= RATE_SECONDS else ""
     left = f", {_span((total - done) / rate, 0)} to go" if total and told and rate > 0 and done < total else ""
@@ -190,7 +190,7 @@ def _parts(stage: str, unit: str, done: float, seconds: float, rate: float, tota
 
 def _show(parts: list[str], end: str) -> None:
     line = "".join(parts)
-    with suppress(OSError):  # whoever read it has left
+    with suppress(OSError):  # the reader is gone
         if sys.stderr.isatty():
             width = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1
             if len(line) > width:  # a line that wraps can't be rewritten
@@ -200,7 +200,7 @@ def _show(parts: list[str], end: str) -> None:
 
 
 def _span(seconds: float, digits: int) -> str:
-    """A time in its two largest units; seconds alone with so many ``digits``."""
+    """A time in its two largest units; a time in seconds only has ``digits`` decimals."""
     whole = math.ceil(seconds)
     if whole < 60:
         return f"{seconds:.{digits}f} s" if digits else f"{whole} s"
@@ -225,7 +225,7 @@ def _work_here() -> Iterator[Workers]:
 
 @contextmanager
 def _start_processes(processes: int) -> Iterator[Workers]:
-    """Spawned processes: a fork would copy the tokenizer's locks in whatever state they are."""
+    """Workers in spawned processes: a fork would copy the tokenizer's locks in an unknown state."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -244,7 +244,7 @@ def _start_processes(processes: int) -> Iterator[Workers]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Keeps Ctrl-C for after the block; a process that is started in it never sees one."""
+    """Defers Ctrl-C until after the block; a process started in the block never sees one."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -254,8 +254,8 @@ def _interrupts_held() -> Iterator[None]:
 
 def _prepare() -> None:
     os.environ[THREADS] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's business
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever was inherited
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever handler was inherited
 
 
 def _prepare_process() -> None:
@@ -264,7 +264,7 @@ def _prepare_process() -> None:
 
 
 def _follow_parent() -> None:
-    """Ends the worker with its parent, also when that is killed and can't say so."""
+    """Ends the worker when its parent ends, even if the parent is killed."""
     import multiprocessing
 
     parent = multiprocessing.parent_process()
@@ -277,20 +277,20 @@ def _follow_parent() -> None:
 
 
 def _refuse_ranks() -> int:
-    """The exit code for a rank that does not know of the others, said by the first; 0 when there are no others."""
+    """The exit code for ranks started without ``-m mpi4py``; the first rank prints the error. 0 for a single rank."""
     for name in SIZES:
         if int(os.environ.get(name, 1)) > 1:
             if os.environ.get(name.replace("SIZE", "RANK"), "0") == "0":
                 line = "mpirun -n K python -m mpi4py -m data_prep ..."
                 say_error(f"data_prep: error: one of {os.environ[name]} ranks; run it as {line}")
             else:
-                time.sleep(LEAVE_SECONDS)  # whoever ends first ends all, perhaps before the line is out
+                time.sleep(LEAVE_SECONDS)  # the first rank to end ends all, perhaps before the line is printed
             return BAD_LAUNCH
     return 0
 
 
 def _world() -> Intracomm | None:
-    """All ranks; None when this is the only one, or when nobody speaks of MPI."""
+    """The communicator of all ranks; None if this is the only rank, or if MPI is not in use."""
     if RUNNER not in sys.modules:
         return None
     from mpi4py import MPI
@@ -300,7 +300,7 @@ def _world() -> Intracomm | None:
 
 @contextmanager
 def _call_ranks(world: Intracomm) -> Iterator[Workers]:
-    """Rank 0: has the others serve a pool for the length of the block."""
+    """On rank 0: makes the other ranks serve a pool for the duration of the block."""
     from mpi4py.futures import MPICommExecutor
 
     assert world.rank == 0, "only rank 0 starts workers: call on_ranks first"
@@ -313,12 +313,12 @@ def _call_ranks(world: Intracomm) -> Iterator[Workers]:
         except BaseException as error:
             pool.shutdown(wait=isinstance(error, Exception), cancel_futures=True)
             if not isinstance(error, Exception):
-                stack.pop_all()  # would wait for what still runs; `_dismiss` ends that
+                stack.pop_all()  # avoids waiting for running tasks; `_dismiss` ends them
             raise
 
 
 def _serve(world: Intracomm) -> int:
-    """Any other rank: works for rank 0 until that sends an exit code, which it returns."""
+    """On any other rank: works for rank 0 until it sends an exit code, and returns that code."""
     from mpi4py.futures import MPICommExecutor
 
     _prepare()
@@ -333,7 +333,7 @@ def _serve(world: Intracomm) -> int:
 
 
 def _dismiss(world: Intracomm, code: int) -> None:
-    """Rank 0: ends the others. After a failure, those that still work after LEAVE_SECONDS are killed, this rank too."""
+    """On rank 0: ends the others. After a failure, ranks still busy after LEAVE_SECONDS are killed, this one too."""
     requests = [world.issend(code, rank) for rank in range(1, world.size)]
     deadline = time.monotonic() + LEAVE_SECONDS
     while requests:

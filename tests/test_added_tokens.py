@@ -123,7 +123,7 @@ def test_folders_of_older_versions(config: dict[str, Any], files: dict[str, Any]
         ({"added_tokens_decoder": {"20": 3}}, {}, "added tokens cannot be read"),
         ({"tokenizer_class": "BertJapaneseTokenizer"}, {}, "tokenizer_class is BertJapaneseTokenizer"),
         ({}, {"config": {"tokenizer_class": "BertJapaneseTokenizer"}}, "tokenizer_class is BertJapaneseTokenizer"),
-        ({"never_split": ["bames"]}, {}, r"never_split is \['bames'\]; only \[\] can be computed"),
+        ({"never_split": ["bames"]}, {}, r"never_split is \['bames'\]; only \[\] is supported"),
         ({"do_basic_tokenize": False}, {}, "do_basic_tokenize is False; only True"),
     ],
 )

@@ -226,12 +226,12 @@ def test_a_store_that_is_refused_leaves_all_as_it_was(tmp_path: Path, capsys: py
     [
         ("counts.npy", 0, "counts.npy: no counts: its .npy header does not fit its 0 bytes; remove it"),
         ("counts.npy", 100, "counts.npy: no counts: its .npy header does not fit its 100 bytes; remove it"),
-        ("ids", -2, "ids does not hold what counts.npy says of it"),
-        ("continues", 0, "continues does not hold what"),
-        ("sentences", -8, "sentences does not hold what"),
-        ("sentences", -3, "sentences does not hold what"),
-        ("documents", -8, "sentences does not hold what"),
-        ("digests", -1, "digests does not hold what"),
+        ("ids", -2, "ids does not match counts.npy"),
+        ("continues", 0, "continues does not match"),
+        ("sentences", -8, "sentences does not match"),
+        ("sentences", -3, "sentences does not match"),
+        ("documents", -8, "sentences does not match"),
+        ("digests", -1, "digests does not match"),
         ("fingerprint", 1, " holds the tokens of other text or settings"),
     ],
 )
@@ -291,7 +291,7 @@ def test_a_log_that_is_gone_ends_no_work(tmp_path: Path) -> None:
         shell = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m data_prep {line}"]
         assert (subprocess.run(shell, cwd=ROOT, capture_output=True).returncode, line) == (code, line)
     assert verify(tmp_path / "out", full=True) == verify(tmp_path / "again", full=True) == []
-    assert "whole, in" in (tmp_path / "result").read_text()
+    assert "complete, in" in (tmp_path / "result").read_text()
 
 
 def test_small_vocabulary_and_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_utf_16_without_a_mark_is_refused_by_its_line(
     assert len(errors) == 2
     for line in errors:
         assert f"{path}, {place}: not UTF-8 text but UTF-16 or binary data (a NUL at column " in line
-        assert "take --bad-bytes replace" in line
+        assert "use --bad-bytes replace" in line
 
 
 def test_one_nul_is_refused_or_cleaned_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -303,8 +303,8 @@ def test_a_dead_gateway_costs_a_warning(tmp_path: Path, capsys: pytest.CaptureFi
     line = ["build", "--input", str(text), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "train")]
     line += ["--sequence-length", "32", "--processes", "1", "--metrics-push", url]
     expected = (
-        f"data_prep: warning: --metrics-push {url} took nothing (<urlopen error [Errno 111] Connection refused>); "
-        "the same command pushes again"
+        f"data_prep: warning: --metrics-push {url} did not accept the metrics "
+        "(<urlopen error [Errno 111] Connection refused>); run the same command to push again"
     )
     assert main([*line, "--tokenizer", "absent"]) == 2
     warning, error = [line for line in capsys.readouterr().err.splitlines() if "warning" in line or "error:" in line]

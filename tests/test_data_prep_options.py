@@ -14,7 +14,7 @@ VOCAB = ["vocab", "--input", "absent", "--out", "new"]
 BUILD = ["build", "--input", "absent", "--tokenizer", "absent", "--out", "new", "--sequence-length", "32"]
 INSPECT = ["inspect", "absent"]
 BENCH = ["--input", "absent", "--tokenizer", "absent"]
-NOWHERE = "no file can be made in the folder nowhere (No such file or directory); name another"
+NOWHERE = "no file can be created in the folder nowhere (No such file or directory); name another"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_can_not_be_meant_is_refused(
         (["--megabytes", "-1"], "--megabytes -1.0: wanted 0.001 to 1000000"),
         (["--json", "text.jsonl"], "--json text.jsonl: wanted a file whose name ends in .json"),
         (["--json", "nowhere/a.json"], f"--json nowhere/a.json: {NOWHERE}"),
-        (["--json", "tokenizer.json"], "--json tokenizer.json is there already: name another, or remove it"),
+        (["--json", "tokenizer.json"], "--json tokenizer.json already exists: name another, or remove it"),
     ],
 )
 def test_what_can_not_be_measured_or_written_is_refused_first(

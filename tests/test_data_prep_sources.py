@@ -103,9 +103,9 @@ def test_the_endings_that_corpora_have_are_read(
     [left] = manifest.corpus.left_out
     assert asdict(left) == {"ending": "", "files": 1, "example": "AA/wiki_00"}
     printed = capsys.readouterr()
-    assert "\nfiles left out: 1 without an ending (AA/wiki_00)\n" in printed.out
+    assert "\nfiles left out: 1 without an extension (AA/wiki_00)\n" in printed.out
     first = printed.err.splitlines()[0]  # before the work, not after a night of it
-    assert first == "data_prep: files left out: 1 without an ending (AA/wiki_00); to read them, name their --format"
+    assert first == "data_prep: files left out: 1 without an extension (AA/wiki_00); to read them, set --format"
     assert vocab(folder) == 0 and first in capsys.readouterr().err
 
 
@@ -122,13 +122,13 @@ def test_a_format_reads_what_no_ending_names(
         built(folder / "x.log", tokenizer, "--format", "text", "--pairs", "single", out="../log").corpus.documents == 1
     )
     assert build(folder / "x.log", tokenizer) == 2
-    assert "for files with other names, say their --format" in capsys.readouterr().err
+    assert "for files with other names, set --format" in capsys.readouterr().err
 
 
 def test_whatever_is_left_out_is_counted(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("README.md", "b/LICENSE", "b/notes.MD", "x.warc.gz", "y.parquet.gz", "part.00001", ".git/config", ".a.txt")
     folder = write(tmp_path / "in", {"a.txt": TEXT, "empty.txt": "", **dict.fromkeys(names, "")})
-    said = "2 without an ending (b/LICENSE), 2 .md (README.md), 2 hidden (.a.txt), 1 .parquet.gz (y.parquet.gz), "
+    said = "2 without an extension (b/LICENSE), 2 .md (README.md), 2 hidden (.a.txt), 1 .parquet.gz (y.parquet.gz), "
     manifest = built(folder, tokenizer)
     assert sum(left.files for left in manifest.corpus.left_out) == len(names)
     assert describe_left_out(manifest.corpus.left_out) == said + "1 .warc.gz (x.warc.gz)"
@@ -164,12 +164,12 @@ def test_which_format_a_name_says(name: str, form: str, found: str | None) -> No
         (
             "z.json",
             json.dumps([{"text": "a b"}, {"text": "c"}], indent=1),
-            "one JSON array, wanted a record a line: jq",
+            "one JSON array, wanted one record per line: jq",
         ),
         ("z.json", '[{"text": "' + "a b " * 100_000 + '"}]', "jq -c '.[]' z.json > z.jsonl"),
         ("z.json.gz", gzip.compress(b' [\n{"text": "a"}]', mtime=0), "one JSON array"),
         ("z.JSON", json.dumps({"text": "a b"}, indent=2), "not JSON lines: its first line is not a whole record"),
-        ("z.json", '\n{"text": "a",\n"id": 1}', "write a record a line, or move it out of the input"),
+        ("z.json", '\n{"text": "a",\n"id": 1}', "write one record per line, or move it out of the input"),
     ],
 )
 def test_json_that_holds_no_lines_is_told_before_the_work(
@@ -326,4 +326,4 @@ def test_markup_that_is_learnt_is_told(
     assert build(folder, tokenizer) == vocab(folder) == 0
     assert by_name(load_manifest(tmp_path / "out"))[name].markup == lines
     warned = [line for line in capsys.readouterr().err.splitlines() if said in line]
-    assert len(warned) == 2 and all("with --format wikiextractor" in line for line in warned)
+    assert len(warned) == 2 and all("use --format wikiextractor" in line for line in warned)

@@ -107,8 +107,8 @@ def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(
         ({"vocab.txt": b"[PAD]\n[UNK]\n[CLS]\n[SEP]\ncat\n"}, "lacks [MASK]"),
         ({"vocab.txt": "\n".join([*SPECIALS, "a", "a"]).encode()}, "repeated"),
         ({"vocab.txt": b"[PAD]\n\xd7\n"}, "not UTF-8"),
-        ({"tokenizer.json": b"{}"}, "is no tokenizer"),
-        ({"tokenizer.json": b'{"model": 1}'}, "is no tokenizer"),
+        ({"tokenizer.json": b"{}"}, "is not a tokenizer"),
+        ({"tokenizer.json": b'{"model": 1}'}, "is not a tokenizer"),
         (
             {"tokenizer.json": b'{"model": ' + json.dumps(MODEL).encode() + b"}"},
             "type BertNormalizer, BERT's own, found None",
@@ -140,7 +140,7 @@ def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(
                     | {"pre_tokenizer": {"type": "BertPreTokenizer"}}
                 ).encode()
             },
-            "is no tokenizer of the `tokenizers` library",
+            "is not a tokenizer of the `tokenizers` library",
         ),
         ({"vocab.txt": b"", "tokenizer_config.json": b"[" * 100_000}, "not JSON (nested more than 64 levels deep)"),
         ({"tokenizer.json": b'{"model": ' * 100_000}, "not JSON (nested more than 64 levels deep)"),

@@ -57,7 +57,7 @@ def test_a_whole_data_set_has_no_problems(whole: Path, capsys: pytest.CaptureFix
     assert main(["verify", str(whole), "--full"]) == 0
     assert main(["inspect", str(whole), "--samples", "2"]) == 0
     output = capsys.readouterr().out
-    assert "whole" in output and ">[MASK]}" in output and "[CLS]" in output
+    assert "complete" in output and ">[MASK]}" in output and "[CLS]" in output
 
 
 def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_a_damaged_sample_is_not_shown(
     else:
         flip(data / name, position)
     assert main(["inspect", str(data), "--samples", "30"]) == 2
-    remedy = f"run verify --full {data}, which names all that is to be built again"
+    remedy = f"run verify --full {data}, which lists everything to rebuild"
     assert capsys.readouterr().err == f"data_prep: error: {data}/{problem}{remedy}\n"
 
 

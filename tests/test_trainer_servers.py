@@ -67,7 +67,7 @@ def test_no_more_is_taken_than_the_manifest_names(server: Server, cache: Path, n
     server.faults[name] = [fault] * 99
     line = refused(server, cache, name)
     if fault not in ("endless", "promise"):
-        assert "the server sends it compressed ('gzip" in line
+        assert "the server compresses its answer ('gzip" in line
     else:
         size = load_manifest(server.folder).shards[1].bytes
         assert f"more than the {size if name.endswith('.tar') else ''}".replace("'", "") in line.replace(",", "")
@@ -135,7 +135,7 @@ def test_sizes_are_not_waited_for_without_end(server: Server) -> None:
     """A server that answers each question by headers without an end."""
     server.faults[MANIFEST] = ["trickle of headers"] * 9
     began = time.monotonic()
-    with pytest.raises(TrainerError, match="no whole answer in 0.5 s"):
+    with pytest.raises(TrainerError, match="no complete answer in 0.5 s"):
         Remote(server.address, STALL).sizes([MANIFEST])
     assert time.monotonic() - began < 10
 

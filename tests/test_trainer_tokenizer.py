@@ -68,13 +68,13 @@ ALTERED: dict[str, tuple[Callable[[Path], None], str]] = {  # and what is said o
     "empty": (write("tokenizer.json", b""), "/tokenizer.json: not JSON ("),
     "cased": (replace("tokenizer.json", '"lowercase": true', '"lowercase": false'), " is not "),
     "gone": (shutil.rmtree, " does not exist: "),
-    "vocab.txt": (replace("vocab.txt", "ba\n", "bo\n"), "/vocab.txt has other pieces than tokenizer.json beside it"),
+    "vocab.txt": (replace("vocab.txt", "ba\n", "bo\n"), "/vocab.txt has other pieces than tokenizer.json next to it"),
     "vocab.txt of random bytes": (write("vocab.txt", RANDOM), "/vocab.txt: not UTF-8 ("),
     "settings": (
         replace("tokenizer_config.json", '"do_lower_case": true', '"do_lower_case": false'),
-        "/tokenizer_config.json has do_lower_case false, tokenizer.json beside it has true",
+        "/tokenizer_config.json has do_lower_case false, tokenizer.json next to it has true",
     ),
-    "vocab.txt alone": (alone, ": tokenizer.json is missing, which holds its cleaning"),
+    "vocab.txt alone": (alone, ": tokenizer.json is missing, and it defines the cleaning"),
 }
 
 
