@@ -352,5 +352,5 @@ def _require_finite(records: list[Record]) -> None:
         if record["applied"] and not (math.isfinite(record["loss"]) and math.isfinite(record["gradient_norm"])):
             raise TrainerError(
                 f"step {record['step']}: loss {record['loss']}, gradient norm {record['gradient_norm']}: training "
-                "diverged; lower the learning rate or lengthen the warm-up, and start again from the last checkpoint"
+                "diverged; lower the learning rate or lengthen the warm-up, and resume from the last checkpoint"
             )
