@@ -221,7 +221,7 @@ def test_a_vocabulary_of_another_size_is_refused(folder: Path, tmp_path: Path) -
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "vocab.txt").write_text((folder / "vocab.txt").read_text() + "more\n")
-    with pytest.raises(TrainerError, match="pieces, the model of .* only"):
+    with pytest.raises(TrainerError, match="pieces, but the model in .* only"):
         load_bert(tmp_path)
 
 

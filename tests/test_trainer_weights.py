@@ -134,7 +134,7 @@ def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path,
 )
 def test_another_model_is_refused_in_one_line(file: Path, changed: dict[str, object], said: str) -> None:
     other = replace(TINY, **changed)  # type: ignore[arg-type]
-    with pytest.raises(TrainerError, match=f"run.weights: .* is of another model \\({said}") as error:
+    with pytest.raises(TrainerError, match=f"run.weights: .* comes from another model \\({said}") as error:
         plain_weights.start_from(file, other, sharded(other, 0, 1), untold)
     assert "\n" not in str(error.value)
     free = replace(TINY, dropout=0.3, initializer_range=0.5)
@@ -146,7 +146,9 @@ def test_a_file_that_does_not_say_its_model_must_have_its_shapes(tmp_path: Path)
     save_file(trained(), path)
     assert_same(filled(path), trained())
     save_file({name: tensor for name, tensor in trained().items() if name != "nsp_bias"}, path)
-    with pytest.raises(TrainerError, match=r"is of another model: 1 parameters differ, first nsp_bias \(absent there"):
+    with pytest.raises(
+        TrainerError, match=r"comes from another model: 1 parameters differ, first nsp_bias \(absent there"
+    ):
         filled(path)
 
 

@@ -86,7 +86,7 @@ def fitting(
             f"{k} is {theirs[k]} there, {ours[k]} here" for k in ours if theirs[k] != ours[k] and k not in _FREE
         ]:
             raise TrainerError(
-                f"run.weights: {path} is of another model ({'; '.join(different)}): correct the one or the other"
+                f"run.weights: {path} comes from another model ({'; '.join(different)}): correct the one or the other"
             )
     shapes = {name: tensor.shape for name, tensor in given.tensors.items()}
     kept = {n: s for n, s in wanted.items() if n not in shapes} if given.heads_may_lack else {}
