@@ -380,7 +380,7 @@ def test_a_full_disk_costs_a_run_checkpoints_but_not_itself_unless_it_lasts(tiny
     [error] = [line for line in said.splitlines() if line.startswith("trainer: ")]
     assert "rank 0: error: the last checkpoint, of step " in error and FULL in error
     assert "trainer: " not in other_said and "Traceback" not in said + other_said
-    assert f"{folder / 'metrics.jsonl'} loses lines until it can be written again" in said
+    assert f"{folder / 'metrics.jsonl'}: losing lines until it can be written again" in said
     assert not (folder / "ended.json").exists()
     found, _ = checkpoint.newest(folder)
     assert found is not None and not list(folder.glob(".step-*"))

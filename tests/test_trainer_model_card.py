@@ -132,5 +132,5 @@ def test_whatever_is_stated_is_text_in_the_front_matter(found: Checkpoint, tmp_p
 def test_a_file_that_is_no_journal_is_one_line(found: Checkpoint, tmp_path: Path) -> None:
     found.folder.parent.mkdir()
     (found.folder.parent / "metrics.jsonl").write_text('{"event": "heldout", "loss": 1}\n')
-    with pytest.raises(TrainerError, match=r"metrics.jsonl holds a line that no trainer wrote \(KeyError\('step'\)\)"):
+    with pytest.raises(TrainerError, match=r"metrics.jsonl contains an invalid record \(KeyError\('step'\)\)"):
         card(found, tmp_path / "out")

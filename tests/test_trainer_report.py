@@ -167,7 +167,7 @@ def test_the_whole_time_is_accounted_for(run: History, shown: dict[str, Axes]) -
 def test_a_folder_without_steps_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainerError, match="no metrics.jsonl in .*: name the folder of a run"):
         read_history(tmp_path)
-    with pytest.raises(TrainerError, match="holds no step yet"):
+    with pytest.raises(TrainerError, match="contains no step yet"):
         read_history(write(tmp_path / "run", [{"event": "start", "time": 0.0}]))
     assert main([str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -186,7 +186,7 @@ def test_a_folder_without_steps_is_one_line(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_another_programs_file_is_one_line(tmp_path: Path, line: dict[str, Any]) -> None:
-    with pytest.raises(TrainerError, match=r"metrics.jsonl holds a line that no trainer wrote \(.*\): name the folder"):
+    with pytest.raises(TrainerError, match=r"metrics.jsonl contains an invalid record \(.*\): name the folder"):
         read_history(write(tmp_path / "run", [line]))
 
 

@@ -89,7 +89,7 @@ def read_journal(path: Path, step: int, phases: Sequence[dict[str, Any]]) -> Jou
             said.take(record, step, ends)
             stepped = stepped or record.get("event") == "step"
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise TrainerError(f"{path} holds a line that no trainer wrote ({shown(error)}): move it away") from None
+        raise TrainerError(f"{path} contains an invalid record ({shown(error)}): move it away") from None
     return said if stepped and said.facts and said.times else None
 
 
