@@ -111,7 +111,7 @@ def test_what_was_not_recorded_is_left_out(found: Checkpoint, tmp_path: Path) ->
     assert "license: # state it before you publish" in (tmp_path / "out" / "README.md").read_text()
     assert re.findall(r"^## (.+)$", text, re.M) == ["Data", "Recipe", "Limits"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
-    assert "nothing is known but what stands above" in text
+    assert "Nothing is known about this model except what is stated above" in text
 
 
 def test_tasks_that_no_manifest_tells_are_not_named(found: Checkpoint, tmp_path: Path) -> None:
