@@ -226,7 +226,7 @@ def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(tokenizer: Path) -> 
     out.mkdir()
     hf_folder.write_folder(trained(), TINY, tokenizer, out)
     before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(TrainerError, match="already there"):
+    with pytest.raises(TrainerError, match="already exists"):
         hf_folder.write_folder(trained(), TINY, tokenizer, out)
     assert (out / "model.safetensors").read_bytes() == before
 
