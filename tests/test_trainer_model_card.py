@@ -93,7 +93,7 @@ def test_it_tells_data_recipe_figures_and_time(found: Checkpoint, tiny_shards: P
     assert (
         "| only | 1 | 2026-11-18 | 3.0000 | 25.0% |" in text
     )  # the second phase's first steps are of the lost attempt
-    assert "| second | 11 | 2026-11-19 | 4.0000 | 25.0% |" in text and "These weights are of step 15." in text
+    assert "| second | 11 | 2026-11-19 | 4.0000 | 25.0% |" in text and "These weights are from step 15." in text
     assert "2 rank(s) on NVIDIA H200 in the last of 2 attempt(s), from 2026-11-18 to 2026-11-19: 6 GPU-hours" in text
     assert "(start 0.167, productive 5.67, evaluation 0.167)" in text
     assert "- torch 2.13" in text and "apex" not in text and "It was not" not in text

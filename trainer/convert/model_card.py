@@ -132,7 +132,7 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
             known = recorded(record)
             told = "" if known is None else f" Their tokenizer has sha256 `{known}`."
             yield (
-                f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not at hand for this card.{told}"
+                f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not available for this card.{told}"
             )
             continue
         corpus, settings, counts = manifest.corpus, manifest.settings, manifest.counts
@@ -180,8 +180,8 @@ def _recipe(record: dict[str, Any]) -> str:
         [
             markdown_table(("phase", "length", "steps", "batch", "peak rate", "warm-up steps", "decay"), rows),
             f"- optimizer: {config['optimizer']['name']} ({optimizer})\n"
-            f"- dropout {model['dropout']:g}, of the attention {model['attention_dropout']:g}; GELU "
-            f"{'exact' if model['gelu'] == 'none' else 'by tanh'}\n"
+            f"- dropout {model['dropout']:g}, attention dropout {model['attention_dropout']:g}; GELU "
+            f"{'exact' if model['gelu'] == 'none' else 'approximated by tanh'}\n"
             f"- precision {record['precision']}, ZeRO stage {config['engine']['zero_stage']}, seed "
             f"{config['run']['seed']}; {state['skipped']:,} steps skipped, {state['restarts']:,} restarts",
         ]
@@ -212,9 +212,9 @@ def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], step: int) -> s
         for number, record in sorted(said.heldout.items())
     ]
     head = ("phase", "step", "date", *(name.replace("_", " ") for name in shown))
-    note = "Losses in nats; `mask`: where [MASK] stands alone, `mlm`: of all targets. Static masks."
+    note = "Losses are in nats. `mlm` covers all targets, `mask` only those replaced by [MASK]. Masks are static."
     last = max(record["step"] for record in said.heldout.values())
-    note += "" if last == step else f" These weights are of step {step:,}."
+    note += "" if last == step else f" These weights are from step {step:,}."
     return f"{markdown_table(head, rows)}\n\n{note}"
 
 
@@ -237,8 +237,8 @@ def _hardware(said: Journalled) -> str:
     split = ", ".join(f"{on} {_hours(value)}" for on, value in hours.items() if value)
     return (
         f"{facts['ranks']} rank(s) on {device} in the last of {len(said.attempts)} attempt(s), from "
-        f"{_day(said.times[0])} to {_day(said.times[-1])}: {_hours(math.fsum(hours.values()))} {unit}, all attempts "
-        f"together ({split})."
+        f"{_day(said.times[0])} to {_day(said.times[-1])}: {_hours(math.fsum(hours.values()))} {unit} over all "
+        f"attempts ({split})."
     )
 
 

@@ -215,7 +215,7 @@ class Metrics:
             self._say(saved.step, f"no checkpoint: {saved.failure}")
             return
         self._publish([{"event": "checkpoint", **at, "seconds": saved.seconds, "bytes": saved.size}])
-        times = f"in {saved.seconds:.2f} s, training stood still for {saved.stall_seconds:.2f} s"
+        times = f"in {saved.seconds:.2f} s, training stalled for {saved.stall_seconds:.2f} s"
         self._say(saved.step, f"saved {saved.folder} ({saved.size / 1e6:.1f} MB {times})")
         if saved.leftover:
             self._say(saved.step, f"warning: left behind: {saved.leftover}")

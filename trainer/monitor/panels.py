@@ -166,12 +166,12 @@ def _scale(axes: Axes, history: History) -> str:
 def _trust(axes: Axes, history: History) -> str:
     x, least, mean, most = present(history.steps, "trust_min", "trust_mean", "trust_max")
     x, least, mean, most = strided(x, *(smooth_logarithm(values) for values in (least, mean, most)))
-    axes.fill_between(x, least, most, color=SKY, alpha=0.3, linewidth=0, label="least to greatest tensor")
+    axes.fill_between(x, least, most, color=SKY, alpha=0.3, linewidth=0, label="range over tensors")
     axes.plot(x, mean, color=BLUE, linewidth=1.8, label="mean")
     _logarithmic(axes, np.concatenate([least, 3 * most]))
     axes.set_ylim(top=3 * most.max())
     axes.legend(loc="upper right", ncols=2)
-    return f"now {number(mean[-1])} in the mean"
+    return f"mean now {number(mean[-1])}"
 
 
 def _logarithmic(axes: Axes, y: Numbers) -> None:
@@ -230,7 +230,7 @@ def _split(axes: Axes, history: History) -> str:
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _name_layers(axes, (seconds.sum(1) / seconds.sum()).tolist())
-    return f"{_seconds(sum(float(part[-1]) for part in parts))} a step"
+    return f"{_seconds(sum(float(part[-1]) for part in parts))} per step"
 
 
 def _name_layers(axes: Axes, shares: Sequence[float]) -> None:
@@ -259,8 +259,8 @@ def _saving(axes: Axes, history: History) -> str:
     if len(x):
         if len(x) <= _MANY:
             axes.vlines(x, 0, np.maximum(seconds, stall), color=FAINT, linewidth=1, alpha=0.5, clip_on=False)
-        axes.plot(x, seconds, "o", color=SKY, label="until it was whole", clip_on=False)
-        axes.plot(x, stall, "o", color=BLUE, markersize=5, label="training stood still", clip_on=False)
+        axes.plot(x, seconds, "o", color=SKY, label="until complete", clip_on=False)
+        axes.plot(x, stall, "o", color=BLUE, markersize=5, label="training stalled", clip_on=False)
     at, lost = present(history.failed, "stall_seconds")
     if len(at):
         axes.plot(at, lost, "X", color=RED, markersize=9, label="failed", zorder=4, clip_on=False)
@@ -300,8 +300,8 @@ ROWS = (
     (
         Panel("MLM loss", "nats", _has("mlm_loss"), _learning("mlm_loss", BLUE)),
         Panel("NSP loss", "nats", _has("nsp_loss"), _learning("nsp_loss", VIOLET)),
-        Panel("MLM accuracy", "right predictions", _has("mlm_accuracy"), _learning("mlm_accuracy", BLUE)),
-        Panel("NSP accuracy", "right predictions", _has("nsp_accuracy"), _learning("nsp_accuracy", VIOLET)),
+        Panel("MLM accuracy", "correct predictions", _has("mlm_accuracy"), _learning("mlm_accuracy", BLUE)),
+        Panel("NSP accuracy", "correct predictions", _has("nsp_accuracy"), _learning("nsp_accuracy", VIOLET)),
     ),
     (
         Panel("learning rate", "", _has("learning_rate"), _rate),
@@ -310,7 +310,7 @@ ROWS = (
         Panel("trust ratio of LAMB", "", _has("trust_min", "trust_mean", "trust_max"), _trust),
     ),
     (
-        Panel("throughput", "valid tokens a second", lambda history: len(_paced(history)[0]) > 0, _throughput),
+        Panel("throughput", "valid tokens per second", lambda history: len(_paced(history)[0]) > 0, _throughput),
         Panel("a step's time", "share of the ranks' time", _has(*PARTS), _split, aside=1.25),
         Panel("rank skew", "compute over its mean", _many_ranks, _skew),
         Panel("checkpoints", "seconds", _saved, _saving),

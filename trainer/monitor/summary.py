@@ -68,7 +68,7 @@ def summary(history: History) -> dict[str, str]:
         out["speed"] += f", {number(flops / ranks / 1e12)} TFLOP/s on each of {ranks:,} ranks"
     _, memory = present(history.ranks, "memory_peak_bytes")
     if len(memory):
-        out["memory"] = f"{memory.max() / 1e9:,.1f} GB at most on a rank"
+        out["memory"] = f"{memory.max() / 1e9:,.1f} GB, the highest of any rank"
     out |= _heldout(history) | _checkpoints(history)
     return out | ({"ended": history.end} if history.end else {})
 
@@ -93,11 +93,11 @@ def _checkpoints(history: History) -> dict[str, str]:
     done, failed = history.checkpoints, len(history.failed["step"])
     if not len(done["step"]) + failed:
         return {}
-    text = f"{len(done['step']):,}" + (f" and {failed:,} that failed" if failed else "")
+    text = f"{len(done['step']):,}" + (f" and {failed:,} failed" if failed else "")
     if len(done["step"]):
         size, seconds, stall = (done[key][-1] for key in ("bytes", "seconds", "stall_seconds"))
         text += f", the last of step {done['step'][-1]:,.0f}: {size / 1e6:,.1f} MB in {seconds:.2f} s"
-        text += f", training stood still for {stall:.2f} s"
+        text += f", training stalled for {stall:.2f} s"
     return {"checkpoints": text}
 
 
@@ -175,7 +175,7 @@ def _figures(history: History) -> dict[str, str]:
     steps = history.steps
     out = {"steps": f"{steps['step'][-1]:,.0f}", "restarts": f"{len(history.restarts)}"}
     out["tokens"] = short(float(np.nansum(steps["tokens"])))
-    out["tokens a second"] = short(median_rate(history, "tokens"))
+    out["tokens/s"] = short(median_rate(history, "tokens"))
     if history.wall is not None:
         out["wall time"] = duration(history.wall)
     if history.goodput is not None:
