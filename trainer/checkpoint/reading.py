@@ -48,8 +48,8 @@ class CheckpointConfig:
 
     every_steps: int = 1000  # steps between checkpoints
     asynchronous: bool = True  # training waits only for a copy to CPU memory; a thread writes it to disk
-    keep: int = 3  # how many of the newest to keep; older ones are removed after a save
-    keep_every_steps: int | None = None  # checkpoints at multiples of this step are never removed
+    keep: int = 3  # number of newest checkpoints to keep; older ones are removed after a save
+    keep_every_steps: int | None = None  # checkpoints at multiples of this step are kept forever
 
     def problems(self) -> list[str]:
         """Every invalid setting, with what to change."""

@@ -40,8 +40,8 @@ class EngineConfig:
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0
     offload_optimizer: bool = False  # keep fp32 weights and moments in host memory, and update them there
     kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on GPUs, PyTorch on CPUs
-    initial_loss_scale: float = 2.0**16  # fp16 only
-    loss_scale_growth_interval: int = 1000  # good steps in a row before the scale doubles
+    initial_loss_scale: float = 2.0**16  # fp16 only: the loss scale of the first step, a power of two
+    loss_scale_growth_interval: int = 1000  # steps in a row without overflow before the loss scale doubles
 
     def problems(self) -> list[str]:
         """Every invalid setting, with what to change."""

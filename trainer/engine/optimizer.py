@@ -44,13 +44,13 @@ class OptimizerConfig:
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.999  # decay of the second moment
     epsilon: float = 1e-6  # added to the root of the second moment
-    weight_decay: float = 0.01  # decoupled; not applied to biases and LayerNorm
-    bias_correction: bool = True  # False: as in the original BERT's Adam and DeepSpeed's recipe for LAMB
-    gradient_clipping: float = 0.0  # gradients are divided by max(1, their global norm / this); 0 is off
-    # LAMB only:
-    adapted: Literal["decayed", "all"] = "decayed"  # decayed: biases and LayerNorm have a trust ratio of 1
-    min_trust_ratio: float = 0.0  # bounds of the trust ratios; if a norm is zero, the ratio is 1 regardless
-    max_trust_ratio: float | None = None  # null: no upper bound
+    weight_decay: float = 0.01  # decoupled weight decay; not applied to biases and LayerNorm
+    bias_correction: bool = True  # false: as in the original BERT's Adam and DeepSpeed's recipe for LAMB
+    gradient_clipping: float = 0.0  # maximum global norm of the gradients; larger ones are scaled down to it; 0: off
+    # LAMB: parameters with a trust ratio; decayed: all but biases and LayerNorm, whose ratio is 1
+    adapted: Literal["decayed", "all"] = "decayed"
+    min_trust_ratio: float = 0.0  # LAMB: lower bound of the trust ratios; if a norm is zero, the ratio is 1 regardless
+    max_trust_ratio: float | None = None  # LAMB: upper bound of the trust ratios; null: none
 
     def problems(self) -> list[str]:
         """Every invalid setting, with what to change."""

@@ -25,23 +25,24 @@ class Phase:
 
     name: str  # names the phase in logs and checkpoints; each phase has its own
     train: str  # training shards: a folder, or an address such as s3://bucket/folder
-    sequence_length: int  # of those shards; checked against their manifest
+    sequence_length: int  # sequence length of those shards; checked against their manifest
     steps: int = 0  # optimizer steps; 0: as many as samples or epochs require
-    learning_rate: float = 0.0  # peak; must be set
-    global_batch: int | None = None  # sequences of all ranks and micro-batches in one step
-    micro_batch: int | None = None  # sequences of one forward and backward on one rank, at most
-    accumulation: int | None = None  # micro-batches of one rank in one step
+    learning_rate: float = 0.0  # peak learning rate; must be set
+    global_batch: int | None = None  # sequences per optimizer step, over all ranks and micro-batches
+    micro_batch: int | None = None  # maximum number of sequences in one forward and backward pass on one rank
+    accumulation: int | None = None  # micro-batches per step on one rank
     samples: int | None = None  # sequences to train on, rounded up to whole steps
     epochs: float | None = None  # passes over the training shards, rounded up to whole steps
-    reference_batch: int | None = None  # the global batch that the rates are for; they scale with the square root
+    # the global batch for which the rates are given; for another one they scale with the square root of the ratio
+    reference_batch: int | None = None
     warmup_steps: int = 0  # steps over which the rate rises to learning_rate
-    warmup_power: float = 1.0  # 1 is linear
-    start_learning_rate: float = 0.0  # where the warm-up starts
+    warmup_power: float = 1.0  # exponent of the warm-up; 1 is linear
+    start_learning_rate: float = 0.0  # learning rate at the start of the warm-up
     decay: Literal["polynomial", "exponential"] = "polynomial"  # how the rate falls after the warm-up
-    power: float = 1.0  # of the polynomial decay; 1 is linear, 0 is constant
-    decay_rate: float | None = None  # of the exponential decay: the share of the rate left after decay_steps
-    decay_steps: int | None = None  # exponential decay: steps that one factor of decay_rate takes
-    end_learning_rate: float = 0.0  # where either decay ends; the rate never falls below it
+    power: float = 1.0  # exponent of the polynomial decay; 1 is linear, 0 is constant
+    decay_rate: float | None = None  # exponential decay: factor by which the rate falls every decay_steps
+    decay_steps: int | None = None  # exponential decay: steps in which the rate falls by the factor decay_rate
+    end_learning_rate: float = 0.0  # learning rate that either decay approaches and never falls below
     heldout: str | None = None  # held-out shards, a folder or an address, evaluated during the phase
     # static: the masks stored in the training shards; dynamic: new masks in each epoch, drawn the same way
     masks: Literal["static", "dynamic"] = "static"

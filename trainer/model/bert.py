@@ -45,14 +45,14 @@ class ModelConfig:
     layers: int = 12  # encoder layers
     hidden: int = 768  # width of the hidden states; a multiple of heads
     heads: int = 12  # attention heads
-    intermediate: int = 3072  # width of each layer's perceptron
+    intermediate: int = 3072  # width of each layer's MLP
     max_positions: int = 512  # longest sequence, in tokens
-    vocab_size: int = 30522  # entries of the shards' vocabulary
+    vocab_size: int = 30522  # size of the shards' vocabulary
     segments: int = 2  # segment ids; a pair needs two
-    dropout: float = 0.1  # of the embeddings and of what each sublayer adds
-    attention_dropout: float = 0.1  # of the attention weights
+    dropout: float = 0.1  # dropout of the embeddings and of each sublayer's output
+    attention_dropout: float = 0.1  # dropout of the attention weights
     layer_norm_eps: float = 1e-12  # added to the variance in LayerNorm
-    gelu: str = "none"  # "none": the exact function; "tanh": its approximation
+    gelu: str = "none"  # none: the exact GELU; tanh: its approximation
     initializer_range: float = 0.02  # standard deviation of the initial weights
     # initial bias of the MLM decoder: zero, or the log of the unigram distribution of the first phase's shards
     decoder_prior: Literal["zero", "unigram"] = "zero"

@@ -40,9 +40,9 @@ from trainer.ranks.world import LONGEST, World
 class MetricsConfig:
     """Where metrics are published, and how often."""
 
-    port: int | None = 9464  # of the node's exporter; null switches it off
+    port: int | None = 9464  # port of each node's Prometheus exporter; null: no exporter
     address: str = "0.0.0.0"  # address that the exporter listens on
-    # ranks exchange metrics, and notice a SIGTERM, only at these steps; keep below a minute, or rates look like jumps
+    # steps between updates of the metrics; ranks also notice a SIGTERM only then; keep it under a minute of training
     log_every_steps: int = 10
     print_seconds: float = 3.0  # minimum time between two progress lines
     linger_seconds: float = 20.0  # maximum wait for one more scrape after the end; launchers kill after 30
