@@ -102,7 +102,7 @@ def test_weights_that_are_no_numbers_are_refused(
     assert command(name, own, tiny_shards) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trainer.{name}: error: ") and "name an older checkpoint" in line
-    assert f"{found.folder}: mlm_bias holds NaN or infinity" in line  # the first of the two
+    assert f"{found.folder}: mlm_bias contains NaN or infinity" in line  # the first of the two
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
