@@ -189,8 +189,8 @@ def test_a_tokenizer_smaller_than_its_model_is_told(tmp_path: Path) -> None:
     read_pretrained(folder, None, told.append)
     assert len(told) == 2
     for line in told:
-        assert line.startswith(f"warning: {folder} has 20 pieces, the model of {folder} has 22: no text gives the ids")
-    with pytest.raises(TrainerError, match="holds 20 tokens, the model has 22"):
+        assert line.startswith(f"warning: {folder} has 20 pieces, but the model in {folder} has 22: ids from 20")
+    with pytest.raises(TrainerError, match="has 20 tokens, but the model has 22"):
         weights, model = hf_folder.read_folder(folder)
         hf_folder.write_folder(weights, model, folder, tmp_path / "out")
 

@@ -232,7 +232,7 @@ def test_a_vocabulary_alone_is_a_tokenizer_with_its_own_case(tmp_path: Path) -> 
     encoded.append(read_pretrained(made, None, refuse).tokenizer.encoder.encode("BAME").tokens)
     assert encoded == [["bame"], ["[UNK]"]]
     (made / "vocab.txt").write_text("\n".join([*PIECES, "one", "more"]) + "\n")
-    with pytest.raises(TrainerError, match=f"has {len(PIECES) + 2} pieces, the model of .* only {len(PIECES)}"):
+    with pytest.raises(TrainerError, match=f"has {len(PIECES) + 2} pieces, but the model in .* only {len(PIECES)}"):
         read_pretrained(made, None, refuse)
 
 

@@ -206,16 +206,14 @@ def test_a_batch_fits_its_ranks_and_shards() -> None:
     phase = Phase("a", "s", 128, 5, 1e-4, micro_batch=2**10, accumulation=2**9)
     assert batch_problems(phase, 1, 10**6) == []
     [most] = batch_problems(phase, 2, 10**6)
-    assert most.startswith("micro_batch, accumulation: they come to 1,048,576 sequences a step on 2 rank(s): must be ")
+    assert most.startswith("micro_batch, accumulation: they give 1,048,576 sequences per step on 2 rank(s): must be ")
     [parts] = batch_problems(Phase("a", "s", 128, 5, 1e-4, 2**17, accumulation=2**16), 4, 10**6)
-    assert parts.startswith(
-        "accumulation: it comes to 262,144 micro-batches a step on 4 rank(s): must be 131,072 or le"
-    )
+    assert parts.startswith("accumulation: it gives 262,144 micro-batches per step on 4 rank(s): must be 131,072 or le")
     [tokens] = batch_problems(Phase("a", "s", 2**16, 5, 1e-4, 2**15, accumulation=1), 1, 10**6)
     assert tokens.startswith("micro_batch: one may have 2,147,483,648 tokens on 1 rank(s): must be under 2,147,483,648")
     [passes] = batch_problems(Phase("a", "s", 128, 5, 1e-4, 1000, accumulation=1), 1, 9)
     assert passes.startswith(
-        "global_batch: a step takes 1,000 sequences, and the shards hold 9: it may take each of th"
+        "global_batch: a step takes 1,000 sequences, but the shards contain only 9, and a step may use each at "
     )
     assert LARGEST_BATCH >= 8 * 65_536 and MOST_STEPS * LARGEST_BATCH < 2**63
 

@@ -131,7 +131,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "part-00002-of-00003.safetensors").touch(),
         "part-00002-of-00003.safetensors is",
     ),
-    "unlisted": (lambda folder: change(folder, lambda tree: tree["parts"].pop()), "its list of parts is not that of"),
+    "unlisted": (
+        lambda folder: change(folder, lambda tree: tree["parts"].pop()),
+        "its list of parts does not come from",
+    ),
     "no record": (lambda folder: (folder / "checkpoint.json").unlink(), "it has no readable checkpoint.json"),
     "half a record": (lambda folder: (folder / "checkpoint.json").write_text("{"), "has no readable checkpoint.json"),
     "record": (
@@ -144,26 +147,26 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "checkpoint.json").write_text('{"a": ' * 100_000),
         "has no readable checkpoint.json",
     ),
-    "no parts": (lambda folder: change(folder, lambda tree: tree.pop("parts")), "no save wrote its checkpoint.json"),
+    "no parts": (lambda folder: change(folder, lambda tree: tree.pop("parts")), "its checkpoint.json is malformed"),
     "parts of no names": (
         lambda folder: change(folder, lambda tree: tree.update(parts=[1, 2])),
-        "no save wrote its checkpoint.json",
+        "its checkpoint.json is malformed",
     ),
     "shapes": (
         lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[2**63, 1])),
-        "no save wrote its checkpoint.json",
+        "its checkpoint.json is malformed",
     ),
     "negative shapes": (
         lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[-4, -4])),
-        "no save wrote its checkpoint.json",
+        "its checkpoint.json is malformed",
     ),
     "large shapes": (
         lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[2**19, 2**19])),
-        "its shapes ask for more than its parts can hold",
+        "its shapes need more bytes than its parts have",
     ),
     "list for a record": (
         lambda folder: change(folder, lambda tree: tree.update(record=[1])),
-        "no save wrote its checkpoint.json",
+        "its checkpoint.json is malformed",
     ),
     "foreign": (
         lambda folder: change(folder, lambda tree: tree.update(format="another")),
@@ -195,10 +198,10 @@ def test_a_pointer_to_a_folder_that_is_gone_is_named(half: Path) -> None:
     shutil.rmtree(half / "step-00000003")
     found, passed = checkpoint.newest(half)
     assert found is not None and found.folder.name == "step-00000002"
-    assert passed == [f"{half / 'latest'} names step-00000003, which is not there"]
+    assert passed == [f"{half / 'latest'} names step-00000003, which does not exist"]
     for name in ("step-00000001", "step-00000002"):
         shutil.rmtree(half / name)
-    with pytest.raises(TrainerError, match="no whole checkpoint in .*; .* names step-00000003, which is not there"):
+    with pytest.raises(TrainerError, match="no whole checkpoint in .*; .* names step-00000003, which does not exist"):
         checkpoint.find(half)
 
 
@@ -207,9 +210,9 @@ def test_a_pointer_to_a_folder_that_is_gone_is_named(half: Path) -> None:
     [
         (b"step-00000003" + b"a" * 100_000, "names step-00000003aaaa"),
         (b"a" * 100_000, "names aaaa"),
-        (b"../half\n", "names ../half, which is not there"),
-        (b"\0\xff\n\n\n", "which is not there"),
-        (b"", "names , which is not there"),
+        (b"../half\n", "names ../half, which does not exist"),
+        (b"\0\xff\n\n\n", "which does not exist"),
+        (b"", "names , which does not exist"),
     ],
 )
 def test_the_folders_are_what_is_read_whatever_the_pointer_holds(half: Path, content: bytes, said: str) -> None:
@@ -223,7 +226,7 @@ def test_the_folders_are_what_is_read_whatever_the_pointer_holds(half: Path, con
 @pytest.mark.parametrize("model", [None, {"layers": 2**63}, {"layers": "2"}, {"widths": 3}, [1]])
 def test_a_record_of_no_model_is_one_line(half: Path, model: object) -> None:
     change(half / "step-00000003", lambda tree: tree["record"].update(config={"model": model}))
-    with pytest.raises(TrainerError, match="step-00000003 has a record of no model") as error:
+    with pytest.raises(TrainerError, match="step-00000003 does not describe a valid model") as error:
         checkpoint.load_model(checkpoint.find(half))
     assert "\n" not in str(error.value)
 
@@ -232,7 +235,7 @@ def test_another_model_is_refused_with_both_shapes(half: Path) -> None:
     change(half / "step-00000003", lambda tree: tree["shapes"].update(token_table=[256, 32]))
     ended = train(half, 1, 1, 1)
     assert ended[0][0] == 2
-    assert "is of another model: 1 parameters differ, first token_table ([256, 32] there, [128, 32]" in ended[0][1]
+    assert "comes from another model: 1 parameters differ, first token_table ([256, 32] there, [128, 32]" in ended[0][1]
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------
@@ -377,7 +380,7 @@ def test_a_full_disk_costs_a_run_checkpoints_but_not_itself_unless_it_lasts(tiny
     [error] = [line for line in said.splitlines() if line.startswith("trainer: ")]
     assert "rank 0: error: the last checkpoint, of step " in error and FULL in error
     assert "trainer: " not in other_said and "Traceback" not in said + other_said
-    assert f"{folder / 'metrics.jsonl'} loses lines until it can be written again" in said
+    assert f"{folder / 'metrics.jsonl'}: losing lines until it can be written again" in said
     assert not (folder / "ended.json").exists()
     found, _ = checkpoint.newest(folder)
     assert found is not None and not list(folder.glob(".step-*"))

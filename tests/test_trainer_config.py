@@ -47,9 +47,9 @@ def test_all_mistakes_are_told_at_once_each_with_its_remedy(tmp_path: Path) -> N
     found = problems(tmp_path, text=text)
     assert len(found) == 4
     assert found[0] == "run.sed: unknown key; did you mean seed?"
-    assert found[1] == "phases.0.global_batch, micro_batch, accumulation: state exactly two of them; the third follows"
+    assert found[1] == "phases.0.global_batch, micro_batch, accumulation: set exactly two of them; the third follows"
     assert found[2] == "optimizer.name: 'sgd' is not one of lamb, adam"
-    assert found[3].startswith("engine.precision bf16 does not run at zero_stage 0")
+    assert found[3].startswith("engine.precision bf16 does not work with zero_stage 0")
     assert "set zero_stage to 1, 2 or 3" in found[3]
 
 
@@ -69,18 +69,18 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("phases.0.steps=1e6", "phases.0.steps: expected a whole number, found str '1e6'"),
         ("phases.0.steps=true", "phases.0.steps: expected a whole number, found bool True"),
         ("phases.0.steps=-1", "phases.0.steps is -1: must be 1 or more"),
-        ("phases.0.steps=0", "phases.0.steps, samples, epochs: state exactly one of them"),
-        ("phases.0.epochs=3", "phases.0.steps, samples, epochs: state exactly one of them"),
+        ("phases.0.steps=0", "phases.0.steps, samples, epochs: set exactly one of them"),
+        ("phases.0.epochs=3", "phases.0.steps, samples, epochs: set exactly one of them"),
         ("phases.0.decay=cosine", "phases.0.decay: 'cosine' is not one of polynomial, exponential"),
-        ("phases.0.decay=exponential", "phases.0.decay_rate, decay_steps: state both for decay: exponential"),
+        ("phases.0.decay=exponential", "phases.0.decay_rate, decay_steps: set both for decay: exponential"),
         ("metrics.linger_seconds=-1", "metrics.linger_seconds is -1.0: must be 0 or more"),
         ("metrics.device_teraflops=0", "metrics.device_teraflops is 0.0: must be above 0, or null"),
         ("optimizer.min_trust_ratio=-1", "optimizer.min_trust_ratio is -1.0: must be 0 (off) or more"),
         ("optimizer.max_trust_ratio=0", "optimizer.max_trust_ratio is 0.0: must be above 0 and not below min_trust"),
         ("optimizer={min_trust_ratio: 2, max_trust_ratio: 1}", "optimizer.max_trust_ratio is 1.0: must be above 0"),
         ("optimizer.adapted=none", "optimizer.adapted: 'none' is not one of decayed, all"),
-        ("optimizer={name: adam, adapted: all}", "optimizer.adapted is LAMB's, and name is adam: leave it out, or set"),
-        ("optimizer={name: adam, max_trust_ratio: 1}", "optimizer.max_trust_ratio is LAMB's, and name is adam"),
+        ("optimizer={name: adam, adapted: all}", "optimizer.adapted is for LAMB, but name is adam: remove it, or set"),
+        ("optimizer={name: adam, max_trust_ratio: 1}", "optimizer.max_trust_ratio is for LAMB, but name is adam"),
         ("optimizer.name=apex", "optimizer.name: 'apex' is not one of lamb, adam"),
         ("engine.nvme=true", "engine.nvme: unknown key; known are zero_stage, precision"),
         ("engine.offload_optimizer=cpu", "engine.offload_optimizer: expected true or false, found str 'cpu'"),
@@ -133,7 +133,7 @@ def test_a_required_key_is_missed(tmp_path: Path) -> None:
     assert problems(tmp_path, text=text) == missing
     text = MINIMAL.replace(", steps: 100, learning_rate: 1e-4", "")
     assert problems(tmp_path, text=text) == [
-        "phases.0.steps, samples, epochs: state exactly one of them, the length of the phase",
+        "phases.0.steps, samples, epochs: set exactly one of them, the length of the phase",
         "phases.0.learning_rate is 0.0: must be above 0",
     ]
 

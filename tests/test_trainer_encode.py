@@ -197,7 +197,7 @@ def test_long_texts_are_cut_and_counted(folder: Path, tmp_path: Path, capsys: py
     for sizes, kept in (((3, 20), (3, 6)), ((20, 3), (6, 3)), ((20, 20), (5, 4)), ((4, 20), (4, 5))):
         assert fit(*sizes, 9) == kept
     assert main(["--model", str(folder), "--out", str(tmp_path / "cut.npy"), "the"]) == 2
-    assert "cut.npy is already there" in capsys.readouterr().err
+    assert "cut.npy already exists" in capsys.readouterr().err
 
 
 def test_a_model_without_a_pooler_has_none(folder: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_model_without_a_pooler_has_none(folder: Path, tmp_path: Path) -> None
     assert load_bert(bare)[2] == ["pooler", "MLM head", "NSP head"]
     assert main(["--model", str(bare), "--out", str(tmp_path / "out.npy"), "--pool", "pooler", "the"]) == 2
     assert run(bare, tmp_path / "out.npy", "the").shape == (1, model.model.hidden)
-    with pytest.raises(TrainerError, match=f"{tmp_path} holds neither the config.json of a Hugging Face BERT nor a"):
+    with pytest.raises(TrainerError, match=f"{tmp_path} contains neither the config.json of a Hugging Face BERT nor a"):
         load_bert(tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_a_vocabulary_of_another_size_is_refused(folder: Path, tmp_path: Path) -
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "vocab.txt").write_text((folder / "vocab.txt").read_text() + "more\n")
-    with pytest.raises(TrainerError, match="pieces, the model of .* only"):
+    with pytest.raises(TrainerError, match="pieces, but the model in .* only"):
         load_bert(tmp_path)
 
 
@@ -257,7 +257,7 @@ def test_files_and_kernels_are_looked_at_before_the_model(
         return line.removeprefix("trainer.encode: error: ")
 
     missing = tmp_path / "missing"
-    assert said("--out", str(missing / "x.npy"), "the").startswith(f"{missing}, the folder of x.npy, is not there: ")
+    assert said("--out", str(missing / "x.npy"), "the").startswith(f"{missing}, the folder of x.npy, does not exist: ")
     assert said("--out", str(tmp_path / "x.npy"), "--input", str(tmp_path)).startswith(
         f"--input {tmp_path} is a folder"
     )

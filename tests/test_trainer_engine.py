@@ -152,20 +152,23 @@ def test_gradients_that_are_not_finite_end_the_run_on_all_ranks(tmp_path: Path, 
 def test_low_precision_at_stage_0_is_refused_in_one_line(precision: str) -> None:
     [problem] = EngineConfig(0, precision).problems()  # type: ignore[arg-type]
     assert (
-        problem.startswith(f"precision {precision} does not run at zero_stage 0") and "set zero_stage to 1" in problem
+        problem.startswith(f"precision {precision} does not work with zero_stage 0")
+        and "set zero_stage to 1" in problem
     )
     assert all(EngineConfig(stage, precision).problems() == [] for stage in (1, 2, 3))  # type: ignore[arg-type]
 
 
 def test_an_optimizer_in_the_hosts_memory_is_refused_where_it_cannot_be() -> None:
     [problem] = EngineConfig(0, offload_optimizer=True).problems()
-    assert problem == "offload_optimizer does not go with zero_stage 0: set zero_stage to 1, 2 or 3, or leave it out"
+    assert problem == "offload_optimizer does not work with zero_stage 0: set zero_stage to 1, 2 or 3, or remove it"
     [problem] = EngineConfig(1, offload_optimizer=True, kernels="triton").problems()
-    assert problem.startswith("offload_optimizer steps on processors, where Triton does not run: set kernels to auto")
+    assert problem.startswith(
+        "offload_optimizer runs the optimizer on the CPU, where Triton does not run: set kernels to auto"
+    )
 
 
 def test_fp16_on_a_cpu_is_refused_in_one_line() -> None:
-    with pytest.raises(TrainerError, match="engine.precision is fp16 but this run is on CPUs"):
+    with pytest.raises(TrainerError, match="engine.precision is fp16, but this run is on CPUs"):
         resolve_precision(EngineConfig(precision="fp16"), torch.device("cpu"))
 
 

@@ -69,7 +69,7 @@ def test_a_save_whose_folder_is_gone_fails_instead_of_waiting_for_ever(tmp_path:
     time.sleep(0.1)
     shutil.rmtree(draft)
     thread.join(10)
-    assert failures == [f"{draft} is gone: who else writes to or cleans its folder?"]
+    assert failures == [f"{draft} was removed during the save: check what else writes to or cleans its folder"]
 
 
 def test_the_same_command_started_twice_waits_and_is_refused_and_harms_nothing(

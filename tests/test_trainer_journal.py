@@ -60,7 +60,7 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.Captu
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     journal.write([{"step": 5}])
     [said] = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"lambert: {path} loses lines until it can be written again: ")
+    assert said.startswith(f"lambert: {path}: losing lines until it can be written again: ")
     assert [line["step"] for line in read_lines(path)] == [1, 5]
     path.unlink()
     path.mkdir()

@@ -262,7 +262,7 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.Captu
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     train(told, 10, state)
-    assert capsys.readouterr().out.count("metrics.jsonl loses lines until it can be written again: ") == 1
+    assert capsys.readouterr().out.count("metrics.jsonl: losing lines until it can be written again: ") == 1
     steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if line["event"] == "step"]
     assert steps == [*range(1, 11), *range(31, 41)]
 

@@ -93,7 +93,7 @@ def test_it_tells_data_recipe_figures_and_time(found: Checkpoint, tiny_shards: P
     assert (
         "| only | 1 | 2026-11-18 | 3.0000 | 25.0% |" in text
     )  # the second phase's first steps are of the lost attempt
-    assert "| second | 11 | 2026-11-19 | 4.0000 | 25.0% |" in text and "These weights are of step 15." in text
+    assert "| second | 11 | 2026-11-19 | 4.0000 | 25.0% |" in text and "These weights are from step 15." in text
     assert "2 rank(s) on NVIDIA H200 in the last of 2 attempt(s), from 2026-11-18 to 2026-11-19: 6 GPU-hours" in text
     assert "(start 0.167, productive 5.67, evaluation 0.167)" in text
     assert "- torch 2.13" in text and "apex" not in text and "It was not" not in text
@@ -111,7 +111,7 @@ def test_what_was_not_recorded_is_left_out(found: Checkpoint, tmp_path: Path) ->
     assert "license: # state it before you publish" in (tmp_path / "out" / "README.md").read_text()
     assert re.findall(r"^## (.+)$", text, re.M) == ["Data", "Recipe", "Limits"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
-    assert "nothing is known but what stands above" in text
+    assert "Nothing is known about this model except what is stated above" in text
 
 
 def test_tasks_that_no_manifest_tells_are_not_named(found: Checkpoint, tmp_path: Path) -> None:
@@ -132,5 +132,5 @@ def test_whatever_is_stated_is_text_in_the_front_matter(found: Checkpoint, tmp_p
 def test_a_file_that_is_no_journal_is_one_line(found: Checkpoint, tmp_path: Path) -> None:
     found.folder.parent.mkdir()
     (found.folder.parent / "metrics.jsonl").write_text('{"event": "heldout", "loss": 1}\n')
-    with pytest.raises(TrainerError, match=r"metrics.jsonl holds a line that no trainer wrote \(KeyError\('step'\)\)"):
+    with pytest.raises(TrainerError, match=r"metrics.jsonl contains an invalid record \(KeyError\('step'\)\)"):
         card(found, tmp_path / "out")

@@ -51,7 +51,7 @@ def test_onnxruntime_gives_the_models_own_outputs(bert: Bert, batch: MicroBatch,
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]  # with its weights
     exact = Bert(replace(MODEL, gelu="none"))  # the other GELU is within 5e-4 of this one, everywhere
     exact.load_state_dict(bert.state_dict())
-    with pytest.raises(TrainerError, match=r"its outputs differ from the weights' own by .*; 0.0001 is allowed"):
+    with pytest.raises(TrainerError, match=r"outputs differ from Lambert's by .*; only 0.0001 is allowed"):
         onnx.check(path, exact.eval(), "fill-mask", batch)
 
 

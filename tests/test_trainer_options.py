@@ -86,7 +86,7 @@ def test_a_checkpoint_that_is_passed_over_is_told(
     (newest / part_name(0, 1)).unlink()
     assert command(name, own, tiny_shards) == 0
     told = f"trainer.{name}: warning: not used: checkpoint {newest} is damaged: {part_name(0, 1)} is missing; "
-    assert capsys.readouterr().err.count(told + "step-00000001 is taken in its place\n") == 1
+    assert capsys.readouterr().err.count(told + "using step-00000001 instead\n") == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -102,7 +102,7 @@ def test_weights_that_are_no_numbers_are_refused(
     assert command(name, own, tiny_shards) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trainer.{name}: error: ") and "name an older checkpoint" in line
-    assert f"{found.folder}: mlm_bias holds NaN or infinity" in line  # the first of the two
+    assert f"{found.folder}: mlm_bias contains NaN or infinity" in line  # the first of the two
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -144,7 +144,10 @@ def test_another_vocabulary_than_the_runs_is_refused(
     more = ["--tokenizer", str(shards / "tokenizer")] if name == "export" else []
     assert command(name, run, shards, *more) == 2
     [line] = capsys.readouterr().err.splitlines()
-    what = {"evaluate": f"{shards} has another vocabulary than", "export": f"{own.parent} is not the tokenizer that"}
+    what = {
+        "evaluate": f"{shards} has a different vocabulary from",
+        "export": f"{own.parent} is not the tokenizer that",
+    }
     assert what[name] in line
 
 

@@ -167,7 +167,7 @@ def test_the_whole_time_is_accounted_for(run: History, shown: dict[str, Axes]) -
 def test_a_folder_without_steps_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainerError, match="no metrics.jsonl in .*: name the folder of a run"):
         read_history(tmp_path)
-    with pytest.raises(TrainerError, match="holds no step yet"):
+    with pytest.raises(TrainerError, match="contains no step yet"):
         read_history(write(tmp_path / "run", [{"event": "start", "time": 0.0}]))
     assert main([str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -186,7 +186,7 @@ def test_a_folder_without_steps_is_one_line(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_another_programs_file_is_one_line(tmp_path: Path, line: dict[str, Any]) -> None:
-    with pytest.raises(TrainerError, match=r"metrics.jsonl holds a line that no trainer wrote \(.*\): name the folder"):
+    with pytest.raises(TrainerError, match=r"metrics.jsonl contains an invalid record \(.*\): name the folder"):
         read_history(write(tmp_path / "run", [line]))
 
 
@@ -211,7 +211,7 @@ def test_it_draws_a_picture_and_sums_up(tmp_path: Path, capsys: pytest.CaptureFi
         "tokens 3,600",
         "speed 600 tokens/s (median)",
         "held out MLM loss 5.500, accuracy 20.0% (step 8)",
-        "checkpoints 1, the last of step 8: 0.0 MB in 1.00 s, training stood still for 0.50 s",
+        "checkpoints 1, the last of step 8: 0.0 MB in 1.00 s, training stalled for 0.50 s",
     ]
     data = (folder / "report.png").read_bytes()
     assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24])[0] == 2000
@@ -225,9 +225,9 @@ def test_it_sums_up_all_that_a_run_tells(run: History) -> None:
         "wall time": "1 min 40 s",
         "goodput": "32.0% of the wall time went into steps that count",
         "speed": "600 tokens/s (median), 2 TFLOP/s on each of 4 ranks",
-        "memory": "2.0 GB at most on a rank",
+        "memory": "2.0 GB, the highest of any rank",
         "held out": "MLM loss 0.500, accuracy 50.0% (step 40)",
-        "checkpoints": "4 and 1 that failed, the last of step 40: 3.0 MB in 2.00 s, training stood still for 0.50 s",
+        "checkpoints": "4 and 1 failed, the last of step 40: 3.0 MB in 2.00 s, training stalled for 0.50 s",
         "ended": "failed: no room",
     }
 
@@ -255,8 +255,8 @@ def test_the_panels_show_the_numbers(shown: dict[str, Axes]) -> None:
         np.array([[n, 1.5] for n in (10, 20, 30, 40)])
     )
     assert shown["rank skew"].get_title(loc="right") == "now 1.50   rank 3 most often (100%)"
-    assert drawn(shown["checkpoints"], "until it was whole") == [(n, 2.0) for n in (10, 20, 30, 40)]
-    assert drawn(shown["checkpoints"], "training stood still") == [(n, 0.5) for n in (10, 20, 30, 40)]
+    assert drawn(shown["checkpoints"], "until complete") == [(n, 2.0) for n in (10, 20, 30, 40)]
+    assert drawn(shown["checkpoints"], "training stalled") == [(n, 0.5) for n in (10, 20, 30, 40)]
     assert drawn(shown["checkpoints"], "failed") == [(40, 0.1)]
 
 

@@ -169,13 +169,13 @@ def test_one_rank_proves_every_part_of_two(tiny_shards: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"state": {"position": 10**30}}, f"position of its record is {10**30}"),
-        ({"state": {"step": -4}}, "step of its record is -4"),
-        ({"state": {"phase": 3}}, "phase of its record is 3"),
-        ({"optimizer": {"steps": True}}, "steps of its record is True"),
-        ({"loss_scale": {"scale": 1e308}}, "loss scale of its record is 1e+308"),
-        ({"heldout": {"mlm_loss": "low"}}, "heldout of its record is {"),
-        ({"heldout": ["low"]}, "heldout of its record is ['low']"),
+        ({"state": {"position": 10**30}}, f"position in its record is {10**30}"),
+        ({"state": {"step": -4}}, "step in its record is -4"),
+        ({"state": {"phase": 3}}, "phase in its record is 3"),
+        ({"optimizer": {"steps": True}}, "steps in its record is True"),
+        ({"loss_scale": {"scale": 1e308}}, "loss scale in its record is 1e+308"),
+        ({"heldout": {"mlm_loss": "low"}}, "heldout in its record is {"),
+        ({"heldout": ["low"]}, "heldout in its record is ['low']"),
         ({"identity": None}, "its record lacks"),
     ],
 )
@@ -198,7 +198,7 @@ def test_checkpoints_whose_records_cannot_be_are_passed_over(plain: Path, tmp_pa
     code, said = train(plain, f"run.folder={run}")
     assert code == 0 and f"resumed from {run / 'step-00000004'} at step 4" in said, said
     assert f"passed over: {run / 'latest'} names aaaa" in said
-    assert f"passed over: rank 0: checkpoint {run / 'step-00000006'} is damaged: position of its record is 1000" in said
+    assert f"passed over: rank 0: checkpoint {run / 'step-00000006'} is damaged: position in its record is 1000" in said
     assert f"passed over: {run / 'step-00000005'} is not a whole checkpoint" in said
 
 

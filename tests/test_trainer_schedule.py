@@ -224,7 +224,7 @@ def test_no_part_is_larger_than_the_micro_batch_and_none_is_too_many(batch: int,
 )
 def test_not_two_numbers_are_refused(stated: dict[str, int]) -> None:
     phase = Phase("p", "s", 8, 1, 1.0, **stated)  # type: ignore[arg-type]
-    assert [line for line in phase.problems() if "state exactly two of them" in line] == phase.problems() != []
+    assert [line for line in phase.problems() if "set exactly two of them" in line] == phase.problems() != []
 
 
 def test_what_cannot_be_is_told_at_once() -> None:
@@ -244,22 +244,22 @@ def test_what_cannot_be_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({}, "steps, samples, epochs: state exactly one of them"),
-        ({"steps": 5, "epochs": 2.0}, "steps, samples, epochs: state exactly one of them"),
-        ({"samples": 5, "epochs": 2.0}, "steps, samples, epochs: state exactly one of them"),
-        ({"steps": 5, "decay_rate": 0.9}, "decay_rate, decay_steps: state both for decay: exponential"),
-        ({"steps": 5, "decay": "exponential"}, "decay_rate, decay_steps: state both"),
-        ({"steps": 5, "decay": "exponential", "decay_steps": 3}, "decay_rate, decay_steps: state both"),
+        ({}, "steps, samples, epochs: set exactly one of them"),
+        ({"steps": 5, "epochs": 2.0}, "steps, samples, epochs: set exactly one of them"),
+        ({"samples": 5, "epochs": 2.0}, "steps, samples, epochs: set exactly one of them"),
+        ({"steps": 5, "decay_rate": 0.9}, "decay_rate, decay_steps: set both for decay: exponential"),
+        ({"steps": 5, "decay": "exponential"}, "decay_rate, decay_steps: set both"),
+        ({"steps": 5, "decay": "exponential", "decay_steps": 3}, "decay_rate, decay_steps: set both"),
         (
             {"steps": 5, "decay": "exponential", "decay_rate": 0.9, "decay_steps": 3, "power": 0.5},
-            "power is of decay: polynomial, and decay is exponential: leave it out",
+            "power is for decay: polynomial, but decay is exponential: remove it",
         ),
         ({"steps": 5, "decay": "exponential", "decay_rate": 1.1, "decay_steps": 3}, "decay_rate is 1.1: must be"),
         (
             {"steps": 5, "warmup_power": 2.0},
-            "start_learning_rate, warmup_power are the warm-up's, and warmup_steps is 0",
+            "start_learning_rate, warmup_power need a warm-up, but warmup_steps is 0",
         ),
-        ({"steps": 5, "start_learning_rate": 0.5}, "start_learning_rate, warmup_power are the warm-up's"),
+        ({"steps": 5, "start_learning_rate": 0.5}, "start_learning_rate, warmup_power need a warm-up"),
         ({"steps": 5, "warmup_steps": 6}, "warmup_steps is 6: must lie between 0 and steps (5)"),
         ({"epochs": 5.0, "warmup_steps": -6}, "warmup_steps is -6: must lie between 0 and the length of the phase"),
     ],

@@ -109,7 +109,7 @@ def test_a_full_disk_costs_events_and_no_run(
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     files.write([step(11)])
     [said] = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"lambert: {files.path} loses events until it can be written again: ")
+    assert said.startswith(f"lambert: {files.path}: losing events until it can be written again: ")
     assert [number for number, _ in read(tmp_path)["train/loss"]] == [*range(1, whole + 1), 11]
     never_full = EventFiles(tmp_path / "other", 0)
     never_full.write([step(number) for number in (*range(1, whole + 1), 11)])
@@ -118,8 +118,11 @@ def test_a_full_disk_costs_events_and_no_run(
 
 def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("")
-    with pytest.raises(TrainerError, match="metrics.tensorboard: no event file in .*tensorboard .*: make it writable"):
+    with pytest.raises(
+        TrainerError,
+        match="metrics.tensorboard: cannot create an event file in .*board .*: make the folder wri",
+    ):
         EventFiles(tmp_path / "tensorboard", 0)
     (tmp_path / "events.out.tfevents.old").write_text("")
-    with pytest.raises(TrainerError, match="keep it for Lambert, or set metrics.tensorboard to false"):
+    with pytest.raises(TrainerError, match="use it only for Lambert, or set metrics.tensorboard to false"):
         EventFiles(tmp_path, 0)

@@ -98,9 +98,9 @@ def test_a_file_comes_back_with_equal_bits(file: Path) -> None:
 
 
 def test_a_file_is_whole_or_not_there_and_replaces_none(file: Path) -> None:
-    with pytest.raises(TrainerError, match="is already there"):
+    with pytest.raises(TrainerError, match="already exists"):
         plain_weights.write(trained(), TINY, file)
-    with pytest.raises(TrainerError, match=f"{file}, the folder of below, is not there: make it"):
+    with pytest.raises(TrainerError, match=f"{file}, the folder of below, does not exist: create it"):
         plain_weights.write(trained(), TINY, file / "below")
     assert os.listdir(file.parent) == [file.name]
 
@@ -134,7 +134,7 @@ def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path,
 )
 def test_another_model_is_refused_in_one_line(file: Path, changed: dict[str, object], said: str) -> None:
     other = replace(TINY, **changed)  # type: ignore[arg-type]
-    with pytest.raises(TrainerError, match=f"run.weights: .* is of another model \\({said}") as error:
+    with pytest.raises(TrainerError, match=f"run.weights: .* comes from another model \\({said}") as error:
         plain_weights.start_from(file, other, sharded(other, 0, 1), untold)
     assert "\n" not in str(error.value)
     free = replace(TINY, dropout=0.3, initializer_range=0.5)
@@ -146,7 +146,9 @@ def test_a_file_that_does_not_say_its_model_must_have_its_shapes(tmp_path: Path)
     save_file(trained(), path)
     assert_same(filled(path), trained())
     save_file({name: tensor for name, tensor in trained().items() if name != "nsp_bias"}, path)
-    with pytest.raises(TrainerError, match=r"is of another model: 1 parameters differ, first nsp_bias \(absent there"):
+    with pytest.raises(
+        TrainerError, match=r"comes from another model: 1 parameters differ, first nsp_bias \(absent there"
+    ):
         filled(path)
 
 
@@ -156,7 +158,7 @@ def test_what_is_no_weights_is_one_line(tmp_path: Path, content: bytes | None) -
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(
-        TrainerError, match=f"{path} cannot be read as weights .*: name a file of trainer.weights"
+        TrainerError, match=f"{path} cannot be read as weights .*: name a file written by trainer.weights"
     ) as error:
         filled(path)
     assert "\n" not in str(error.value)
@@ -169,7 +171,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, vocabul
     write_folder(wrong, TINY, vocabulary, tmp_path / "bert")
     plain_weights.write(wrong, TINY, tmp_path / "plain.safetensors")
     for path in (tmp_path / "bert", tmp_path / "plain.safetensors"):
-        with pytest.raises(TrainerError, match=f"^{path}: layers.0.mlp_in_bias holds NaN or infinity.*export the weig"):
+        with pytest.raises(TrainerError, match=f"^{path}: layers.0.mlp_in_bias contains NaN or infinity.*export the weig"):
             read(path, untold)
 
 
@@ -178,7 +180,7 @@ def test_a_folder_that_holds_no_model_is_told_what_it_lacks(tmp_path: Path, voca
     (tmp_path / "bert" / "config.json").unlink()
     for folder in (tmp_path / "bert", tmp_path):
         with pytest.raises(
-            TrainerError, match=f"^{folder} holds neither the config.json of a Hugging Face BERT nor a c"
+            TrainerError, match=f"^{folder} contains neither the config.json of a Hugging Face BERT nor a c"
         ):
             read(folder, untold)
 
@@ -202,22 +204,22 @@ def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp
         (swapped / name).unlink()
     changed = [*pieces[:7], pieces[8], pieces[7], *pieces[9:]]
     (swapped / "vocab.txt").write_text("\n".join(changed) + "\n")
-    with pytest.raises(TrainerError, match=f"another vocabulary than the shards: token 7 is '{pieces[8]}' there, "):
+    with pytest.raises(TrainerError, match=f"a different vocabulary from the shards: token 7 is '{pieces[8]}' there, "):
         start(swapped)
     (swapped / "vocab.txt").write_text("\n".join(pieces[:-1]) + "\n")
     with pytest.raises(TrainerError, match=f"token {len(pieces) - 1} is absent there, '{pieces[-1]}' in the shards"):
         start(swapped)
     (swapped / "vocab.txt").write_text("\n".join(pieces) + "\n")
     (swapped / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    assert "has the shards' vocabulary, but cleans its text in another way" in start(swapped)[0]
+    assert "has the shards' vocabulary, but cleans text differently" in start(swapped)[0]
     (swapped / "vocab.txt").unlink()
-    assert start(swapped) == [f"{swapped} names no vocabulary: that of the shards is taken to be its own"]
+    assert start(swapped) == [f"{swapped} does not record its vocabulary: assuming that of the shards"]
 
     sha256 = load_manifest(tiny_shards).tokenizer.sha256
     plain_weights.write(trained(model), model, tmp_path / "same.safetensors", sha256)
     plain_weights.write(trained(model), model, tmp_path / "other.safetensors", "0" * 64)
     assert start(tmp_path / "same.safetensors") == []
-    with pytest.raises(TrainerError, match="other.safetensors is of another tokenizer than the shards"):
+    with pytest.raises(TrainerError, match="other.safetensors was trained with a different tokenizer from"):
         start(tmp_path / "other.safetensors")
 
 
@@ -240,10 +242,8 @@ def test_a_checkpoints_weights_go_out_without_a_launcher_and_into_another_run(
     assert weights.main([str(tmp_path), str(tmp_path / "none")]) == 2
     assert f"trainer.weights: error: no whole checkpoint in {tmp_path}" in capsys.readouterr().err
     assert weights.main([str(tmp_path), str(tmp_path / "missing" / "w.safetensors")]) == 2  # looked at first
-    error = (
-        f"trainer.weights: error: {tmp_path / 'missing'}, the folder of w.safetensors, is not there: make it, or name"
-    )
-    assert capsys.readouterr().err == error + " another\n"
+    error = f"trainer.weights: error: {tmp_path / 'missing'}, the folder of w.safetensors, does not exist: "
+    assert capsys.readouterr().err == error + "create it, or name another\n"
 
 
 def test_a_run_starts_from_weights_once_and_never_when_it_resumes(tiny_shards: Path, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m trainer.bench`` for the model, ``.engine`` for the step, ``.overhead`` for monitoring."""
+"""Benchmarks: ``python -m trainer.bench`` for the model, ``.engine`` for the step, ``.overhead`` for metrics."""

@@ -1,4 +1,4 @@
-"""``python -m trainer.bench``: the model's speed beside transformers'."""
+"""Entry point of ``python -m trainer.bench``, which compares the model's speed with transformers'."""
 
 from trainer.bench.model import main
 

@@ -1,8 +1,8 @@
-"""What the engine costs: ``torchrun --nproc_per_node 2 -m trainer.bench.engine [--stages 1 2 3] [--accumulation 8 1]``
+"""Measure the engine's overhead: torchrun --nproc_per_node 2 -m trainer.bench.engine [--stages 1 2 3]
 
-An engine's step of BERT-Large over micro-batches of 32,768 tokens (256 full sequences of 128), beside forward and
-backward of the same model outside any engine, in one run: what is on top is gradients that are added up and
-reduced, the optimizer, and the weights that come back. On CPUs a small model shows that it runs.
+One run compares the engine's step of BERT-Large, over micro-batches of 32,768 tokens (256 full sequences of 128), with
+the forward and backward pass of the same model without an engine. The difference is accumulating and reducing
+gradients, the optimizer, and gathering the weights. On CPUs a small model only shows that it works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = {"cpu": [16] * 4, "cuda": [128] * 256}
 
 
 def milliseconds(run: Callable[[], object], world: World, repeats: int) -> list[float]:
-    """The times of ``run`` on this rank, all ranks beginning together."""
+    """The times of ``run`` on this rank, with all ranks starting together."""
     times = []
     for _ in range(repeats):
         dist.barrier()
@@ -43,7 +43,7 @@ def milliseconds(run: Callable[[], object], world: World, repeats: int) -> list[
 
 
 def bare(model: ModelConfig, batch: MicroBatch, counts: GlobalCounts, world: World) -> Callable[[], object]:
-    """Forward and backward of one micro-batch, in the engine's precision."""
+    """The forward and backward pass of one micro-batch without an engine, in the engine's precision."""
     bert = Bert(model, 1).to(world.device, torch.half if world.device.type == "cuda" else torch.float32)
 
     def run() -> None:
@@ -55,7 +55,7 @@ def bare(model: ModelConfig, batch: MicroBatch, counts: GlobalCounts, world: Wor
 
 
 def report(stage: int, accumulations: list[int], optimizer: str, world: World, repeats: int) -> None:
-    """A row for each number of micro-batches, and the kernels that the engine adds, the longest first."""
+    """Print a row for each number of micro-batches, and the kernels that the engine adds, longest first."""
     model = SIZES["large"] if world.device.type == "cuda" else SMALL
     batch = micro_batch(LENGTHS[world.device.type], model).to(world.device)
     sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
@@ -69,30 +69,30 @@ def report(stage: int, accumulations: list[int], optimizer: str, world: World, r
             engine.step([batch] * micro_batches, counts, 1, 1e-5)
 
         own, whole = [], []
-        for _ in range(3):  # in turns, so that both meet the same clocks
+        for _ in range(3):  # alternate, so that both run at the same clock speeds
             own += milliseconds(alone, world, repeats)[1:]
             whole += milliseconds(step, world, max(3, 2 * repeats // micro_batches))[1:]
         a, b = statistics.median(own), statistics.median(whole) / micro_batches
         tell(world, f"| {stage} | {micro_batches} | {a:.1f} | {b:.1f} | {100 * (b / a - 1):+.1f} % |")
         if world.device.type == "cuda":
-            before, after = by_kernel(alone), by_kernel(step)  # on every rank: a step is a collective
+            before, after = by_kernel(alone), by_kernel(step)  # on every rank, because a step is a collective
             more = {name: ms - micro_batches * before.get(name, 0.0) for name, ms in after.items()}
             longest = sorted(more.items(), key=lambda item: -item[1])[:12]
             said = "; ".join(f"{name[:60]} {ms:.2f}" for name, ms in longest if ms > 0.05)
-            tell(world, f"| | | of it, in ms a step: {said} | | |")
+            tell(world, f"| | | added kernels, ms per step: {said} | | |")
 
 
 def tell(world: World, line: str) -> None:
-    """Print a line once."""
+    """Print a line on rank 0 only."""
     if world.is_main:
         print(line, flush=True)
 
 
 def main() -> None:
-    """Print the table, a row as soon as it is measured."""
+    """Measure, printing each row of the table as soon as it is ready."""
     parser = OneLineParser(prog="python -m trainer.bench.engine", description=__doc__.split("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3])
-    parser.add_argument("--accumulation", type=int, nargs="+", default=[8, 1], help="micro-batches of a step")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[8, 1], help="micro-batches per step")
     parser.add_argument("--optimizer", choices=("lamb", "adam"), default="lamb")
     parser.add_argument("--repeats", type=int, default=8)
     given = parser.parse_args()
@@ -100,7 +100,7 @@ def main() -> None:
     join(world, 600)
     card = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     tell(world, f"{world.size} x {card}, torch {torch.__version__}, {given.optimizer}\n")
-    tell(world, "| ZeRO | micro-batches | bare, ms | engine, ms a micro-batch | on top |\n|---|---|---|---|---|")
+    tell(world, "| ZeRO | micro-batches | bare, ms | engine, ms per micro-batch | overhead |\n|---|---|---|---|---|")
     for stage in given.stages:
         report(stage, given.accumulation, given.optimizer, world, given.repeats)
     leave(0)

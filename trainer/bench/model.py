@@ -1,9 +1,9 @@
-"""Times BERT's forward and backward beside Hugging Face's: python -m trainer.bench [--shards FOLDER ...]
+"""Time BERT's forward and backward pass against Hugging Face's: python -m trainer.bench [--shards FOLDER ...]
 
-One GPU, fp16, dropout 0.1, 32,768 tokens a micro-batch: full sequences, and the lengths of prepared shards where
-a folder is named. TFLOP/s are the model's own operations (6 N a token and what attention and the heads take on
-top), so that padding counts as lost time. Hugging Face's BertForPreTraining runs with SDPA, padded to the
-longest sequence of the batch, its MLM head on the masked positions only.
+One GPU, fp16, dropout 0.1, 32,768 tokens per micro-batch: full sequences and, with ``--shards``, sequences as long as
+those in prepared shards. TFLOP/s count only the model's own operations (6 N per token, plus attention and heads), so
+padding counts as lost time. Hugging Face's BertForPreTraining runs with SDPA, padded to the longest sequence of the
+batch, with its MLM head on the masked positions only.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainer.model.flops import model_flops
 from trainer.options import OneLineParser
 
 TOKENS = 32_768
-Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # makes a forward and backward
+Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # builds a forward and backward pass
 SIZES = {
     "base": ModelConfig(),
     "large": ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096),
 }
-# What a kernel's name holds, in order: the first that fits says where its time goes.
+# Substrings of kernel names by category; a kernel counts towards the first category that matches.
 PARTS = {
     "attention": ("attention_", "fmha", "flash", "sdpa"),
     "LayerNorm": ("layer_norm",),
@@ -48,7 +48,7 @@ PARTS = {
 
 
 def micro_batch(lengths: list[int], model: ModelConfig) -> MicroBatch:
-    """Random tokens in sequences of these lengths, 15 % of them masked."""
+    """A micro-batch of random tokens in sequences of these lengths, 15 % of them masked."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(lengths)
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -67,7 +67,7 @@ def micro_batch(lengths: list[int], model: ModelConfig) -> MicroBatch:
 
 
 def shard_lengths(folder: Path) -> list[int]:
-    """Lengths drawn as the data set's are, some 32,768 tokens of them. Raises DataError as ``load_manifest``."""
+    """Sequence lengths drawn from a data set's distribution, about 32,768 tokens. Raises DataError."""
     counts = read_histogram(folder, load_manifest(folder).length_counts)
     draws = bits(0, np.arange(TOKENS // 8)) % np.uint64(counts.sum())
     lengths = np.searchsorted(counts.cumsum(), draws, side="right")
@@ -75,7 +75,7 @@ def shard_lengths(folder: Path) -> list[int]:
 
 
 def ours(model: ModelConfig, batch: MicroBatch) -> Callable[[], object]:
-    """A forward and a backward of Lambert's model."""
+    """The forward and backward pass of Lambert's model."""
     bert = Bert(model).cuda().half()
     keys = token_keys(0, 1, batch.samples, batch.positions, batch.cu_seqlens)
 
@@ -89,7 +89,7 @@ def ours(model: ModelConfig, batch: MicroBatch) -> Callable[[], object]:
 
 
 def theirs(model: ModelConfig, batch: MicroBatch, compiled: bool) -> Callable[[], object]:
-    """The same of transformers' BertForPreTraining, over the padded batch."""
+    """The forward and backward pass of transformers' BertForPreTraining, over the padded batch."""
     from transformers import BertConfig, BertForPreTraining
 
     config = BertConfig(
@@ -123,7 +123,7 @@ def theirs(model: ModelConfig, batch: MicroBatch, compiled: bool) -> Callable[[]
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
-    """The median time of ``run``, after three to warm up."""
+    """The median time of ``run``, after three warm-up calls."""
     for _ in range(3):
         run()
     times = []
@@ -137,7 +137,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
 
 
 def by_kernel(run: Callable[[], object]) -> dict[str, float]:
-    """GPU milliseconds of one ``run`` by kernel."""
+    """GPU milliseconds of one ``run``, by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -145,7 +145,7 @@ def by_kernel(run: Callable[[], object]) -> dict[str, float]:
 
 
 def parts(run: Callable[[], object]) -> dict[str, float]:
-    """GPU milliseconds of one ``run`` by what it is spent on, the largest first."""
+    """GPU milliseconds of one ``run``, by category in PARTS, largest first."""
     spent: dict[str, float] = {}
     for name, ms in by_kernel(run).items():
         fits = (part for part, marks in PARTS.items() if any(mark in name.lower() for mark in marks))
@@ -155,7 +155,7 @@ def parts(run: Callable[[], object]) -> dict[str, float]:
 
 
 def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> None:
-    """A row for each contender, and where ours spends its time."""
+    """Print a row for each contender, and where ours spends its time."""
     batch = micro_batch(lengths, model).to(torch.device("cuda"))
     counts = GlobalCounts(batch.masked.numel(), len(lengths), sum(lengths), sum(n * n for n in lengths))
     flops = model_flops(model, counts)
@@ -169,21 +169,21 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
         print(f"| {name} | {who} | {ms:.1f} | {rate} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |", flush=True)
         if who == "Lambert":
             spent = ", ".join(f"{part} {ms:.1f}" for part, ms in parts(run).items())
-            print(f"| | of it | {spent} | | | |", flush=True)
+            print(f"| | by part, ms | {spent} | | | |", flush=True)
         del run
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> None:
-    """Print the table, a row as soon as it is measured."""
+    """Measure, printing each row of the table as soon as it is ready."""
     parser = OneLineParser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="large")
-    parser.add_argument("--shards", nargs="*", type=Path, default=[], help="data sets whose lengths to time, too")
-    parser.add_argument("--compile", action="store_true", help="Hugging Face under torch.compile, too: minutes")
+    parser.add_argument("--shards", nargs="*", type=Path, default=[], help="also time the lengths of these data sets")
+    parser.add_argument("--compile", action="store_true", help="also time Hugging Face with torch.compile (minutes)")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("trainer.bench: error: no CUDA device: a step is timed on a GPU only")
+        raise SystemExit("trainer.bench: error: no CUDA device: run this benchmark on a machine with a GPU")
     try:
         work = {f"{s} full": [s] * (TOKENS // s) for s in (128, 512)} | {str(f): shard_lengths(f) for f in given.shards}
     except DataError as error:

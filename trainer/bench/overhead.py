@@ -1,9 +1,9 @@
-"""What the metrics cost a step: ``[torchrun --nproc_per_node 2 -m] python -m trainer.bench.overhead``.
+"""Measure what the metrics cost per step: [torchrun --nproc_per_node 2 -m | python -m] trainer.bench.overhead
 
-Blocks of steps with all metrics on and with none follow each other in one run, in pairs, so that what else goes on
-on the machine meets both. With: every step noted and timed by its parts, every tenth completed over the ranks,
-written, exported and printed, event files included. Where a step varies by more than the metrics cost, the time
-that rank 0's thread spent in them, without waiting for others, says more.
+One run alternates blocks of steps with all metrics on and with none, in pairs, so that other load on the machine
+affects both equally. With metrics on, every step is recorded and its parts are timed; every tenth step, the metrics are
+combined over the ranks, written, exported and printed, including event files. If step times vary by more than the
+metrics cost, the time that rank 0's thread spends in them, without waiting for others, is the better measure.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ LENGTHS = {"cpu": [128] * 4, "cuda": [128] * 256}  # BERT-Base on GPUs
 
 
 class Silent(Stopwatch):
-    """Times nothing."""
+    """A stopwatch that times nothing."""
 
     def begin(self, part: str) -> None:
-        """Leaves no border."""
+        """Records no boundary."""
 
 
 class Bench:
@@ -52,11 +52,11 @@ class Bench:
         sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
         counts = GlobalCounts(*(world.size * size for size in sizes))
         self.batch = StepBatch(0, counts.pairs, (batch,), counts)
-        self.state, self.seconds = TrainState(), 0.0  # of this thread in the metrics
+        self.state, self.seconds = TrainState(), 0.0  # seconds: this thread's time in the metrics
         self.metrics.describe(self.state, {})
 
     def block(self, steps: int, told: bool) -> float:
-        """Seconds that so many steps take, with metrics or without."""
+        """The seconds that this many steps take, with metrics if ``told``, else without."""
         self.engine.watch = self.watches[told]
         self._meet()
         begun = time.perf_counter()
@@ -77,10 +77,10 @@ class Bench:
 
 
 def main() -> None:
-    """Measure, and print one line."""
+    """Measure, and print the result."""
     parser = OneLineParser(prog="python -m trainer.bench.overhead", description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=20, help="blocks with metrics, and as many without")
-    parser.add_argument("--steps", type=int, default=20, help="of a block; ten are the least that mean anything")
+    parser.add_argument("--pairs", type=int, default=20, help="number of blocks with metrics, and as many without")
+    parser.add_argument("--steps", type=int, default=20, help="steps per block; fewer than ten mean little")
     given = parser.parse_args()
     if given.pairs < 2 or given.steps < 1:
         parser.error("--pairs must be 2 or more, --steps 1 or more")
@@ -100,9 +100,9 @@ def main() -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         step = 1000 * statistics.median(times[False]) / given.steps
         found = f"{middle:+.2f} % (quartiles {low:+.2f}, {high:+.2f}; {given.pairs} pairs of {given.steps} steps)"
-        print(f"{world.size} ranks on {world.device.type}: {step:.1f} ms a step without metrics; with them {found}")
+        print(f"{world.size} ranks on {world.device.type}: {step:.1f} ms per step without metrics; with them {found}")
         own = 1000 * bench.seconds / (given.pairs * given.steps)
-        print(f"of it rank 0's own work: {own:.3f} ms a step, {100 * own / step:.3f} %")
+        print(f"rank 0's own work in the metrics: {own:.3f} ms per step, {100 * own / step:.3f} %")
     leave(0)
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: saving, reading, proving, and what else belongs to them."""
+"""Checkpoints: saving, reading, verifying, and the state and tokenizer that go with them."""

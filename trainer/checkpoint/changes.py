@@ -1,4 +1,4 @@
-"""What changed since a checkpoint, among the settings that a resumed run may change."""
+"""Lists the settings that changed between a checkpoint and the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trainer.checkpoint.state import TrainState
 from trainer.engine.schedule import Phase, learning_rate
 
 Changes = dict[str, tuple[Any, Any]]  # key: its value in the checkpoint, and its value now
-SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation")  # that decide how a run goes on
+SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation")  # sections that affect how a run continues
 RATE = "the next step's learning rate"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a run runs."""
+    """The settings that a run uses: configuration, identity, precision and number of ranks."""
 
-    config: dict[str, Any]  # a tree, its phases in steps
+    config: dict[str, Any]  # the configuration as a tree, with phases in steps
     identity: dict[str, Any]
-    precision: str  # in use
+    precision: str  # the one in use, never "auto"
     ranks: int
 
     @staticmethod
@@ -33,14 +33,14 @@ class Setup:
 
     @property
     def phases(self) -> list[Phase]:
-        """The phases, without keys of another version."""
+        """The phases, without keys that this version does not know."""
         names = Phase.__dataclass_fields__
         return [Phase(**{key: value for key, value in own.items() if key in names}) for own in self.config["phases"]]
 
     def deciding(self, phase: int) -> dict[str, Any]:
-        """What decides how the run goes on from the phase of that index."""
+        """The settings that affect the run from the phase with this index on."""
         phases = [
-            None if index < phase else own | {"global_batch": same["global_batch"]}  # also if it states its factors
+            None if index < phase else own | {"global_batch": same["global_batch"]}  # even if only its factors are set
             for index, (own, same) in enumerate(zip(self.config["phases"], self.identity["phases"], strict=True))
         ]
         found = {key: self.config[key] for key in SECTIONS if key in self.config}
@@ -49,7 +49,7 @@ class Setup:
 
 
 def since(saved: Setup, ours: Setup, state: TrainState) -> Changes:
-    """What a run changes that goes on from ``state``; at the end, the rate of its next step. Pure."""
+    """The settings that change when a run resumes from ``state``, and last the next step's learning rate. Pure."""
     found = differing(saved.deciding(state.phase), ours.deciding(state.phase))
     if state.entering(tuple(ours.phases)).phase == state.phase < len(ours.phases):
         before, now = (learning_rate(own.phases[state.phase], state.phase_step + 1) for own in (saved, ours))
@@ -60,8 +60,8 @@ def since(saved: Setup, ours: Setup, state: TrainState) -> Changes:
 def differing(before: Any, now: Any, where: str = "") -> Changes:
     """The leaves in which two trees of plain data differ, by key ("phases.0.steps"). Pure.
 
-    A key that only one of them has belongs to another version of Lambert, and is left out. An item that only one of
-    two lists has is told as a whole, and None in its place.
+    A key that only one tree has comes from another version of Lambert and is left out. An item that only one of two
+    lists has is reported whole, against None.
     """
     found: Changes = {}
     if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -78,7 +78,7 @@ def differing(before: Any, now: Any, where: str = "") -> Changes:
 
 
 def spelled(changes: Changes) -> str:
-    """The changes in one line."""
+    """The changes as one line of text."""
     return "; ".join(f"{key} was {_shown(before)}, now {_shown(now)}" for key, (before, now) in changes.items())
 
 

@@ -1,14 +1,14 @@
-"""Checkpoints in Lambert's own layout: tensors in safetensors, everything else in one JSON, no pickle.
+"""Reading checkpoints in Lambert's own layout: tensors in safetensors, the rest in one JSON file, no pickle.
 
     step-00001200/
         part-00000-of-00002.safetensors   what rank 0 owned: weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
         part-00001-of-00002.safetensors   what rank 1 owned
         checkpoint.json                   shapes, parts with their sha256, the run's record, and its own sha256
-    latest                                the newest one's name, for people and tools; Lambert reads the folders
+    latest                                name of the newest checkpoint, for people and tools; Lambert reads the folders
 
-A part may hold a whole parameter or a flat piece of one; its metadata say where the piece begins, so any
-number of ranks under any ZeRO stage puts whole tensors together again. The weights are the fp32 masters.
-A folder gets its name only when all its parts are on disk: see trainer/checkpoint/saving.py, which writes them.
+A part contains whole parameters or flat pieces of them. Its metadata say where each piece begins, so any number of
+ranks under any ZeRO stage can reassemble whole tensors. The weights are the fp32 masters. A folder gets its name only
+when all its parts are on disk; see trainer/checkpoint/saving.py, which writes them.
 """
 
 from __future__ import annotations
@@ -38,47 +38,48 @@ from trainer.ranks.world import World
 
 FORMAT, VERSION = "lambert-checkpoint", 2
 _NAME = re.compile(r"step-\d{8,}", re.ASCII)
-_LONGEST_NAME = 64  # bytes of ``latest`` that are read
-_LARGEST_LISTING = 1 << 27  # bytes of checkpoint.json; a parameter takes a hundred
+_LONGEST_NAME = 64  # how many bytes of ``latest`` are read
+_LARGEST_LISTING = 1 << 27  # bytes of checkpoint.json; a parameter takes about a hundred
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When and how to save, and what to keep."""
+    """When and how to save, and which checkpoints to keep."""
 
     every_steps: int = 1000  # steps between checkpoints
-    asynchronous: bool = True  # training waits for a copy in CPU memory only, and the disk works beside it
-    keep: int = 3  # newest ones; older ones are removed after a save
-    keep_every_steps: int | None = None  # checkpoints of steps that are multiples of it are never removed
+    asynchronous: bool = True  # training waits only for a copy to CPU memory; a thread writes it to disk
+    keep: int = 3  # number of newest checkpoints to keep; older ones are removed after a save
+    keep_every_steps: int | None = None  # checkpoints at multiples of this step are kept forever
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """Every invalid setting, with what to change."""
         found = outside(
             self, every_steps=(1, MOST_STEPS), keep=(1, MOST_STEPS), keep_every_steps=(-math.inf, MOST_STEPS)
         )
         often = self.keep_every_steps
         if often is not None and (often < 1 or (self.every_steps > 0 and often % self.every_steps)):
             found.append(
-                f"keep_every_steps is {often}: must be a multiple of every_steps ({self.every_steps}), where "
-                "checkpoints are, or null"
+                f"keep_every_steps is {often}: must be a multiple of every_steps ({self.every_steps}), the "
+                "interval between checkpoints, or null"
             )
         return found
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     folder: Path
     shapes: dict[str, torch.Size]
     parts: dict[str, str]  # file name: sha256
-    record: dict[str, Any]  # what the run saved beside the tensors
+    record: dict[str, Any]  # everything that the run saved other than tensors
 
 
 def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint under ``root`` (None without any), and why newer ones were passed over.
+    """The newest complete checkpoint under ``root``, or None, and why each newer one was skipped.
 
-    Whole means whole in size. ``damaged`` has the names of those that :func:`verify` disproved, and its reasons.
+    Complete means that every file has its full size. ``damaged`` maps the names of checkpoints that failed
+    :func:`verify` to the reasons.
     """
     damaged = damaged or {}
     passed: list[str] = []
@@ -86,7 +87,7 @@ def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkp
     if pointer.is_file():
         name = _pointed(pointer)
         if not _NAME.fullmatch(name) or not (root / name).is_dir():
-            passed.append(f"{pointer} names {name}, which is not there")
+            passed.append(f"{pointer} names {name}, which does not exist")
     for folder in sorted(named(root), key=step_of, reverse=True):
         if folder.name in damaged:
             passed.append(damaged[folder.name])
@@ -99,7 +100,7 @@ def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkp
 
 
 def _pointed(pointer: Path) -> str:
-    """The name that ``latest`` holds; cut short if it is no checkpoint's, and so too long for a folder's."""
+    """The name in the file ``latest``, truncated if it is longer than a checkpoint's name can be."""
     try:
         with pointer.open("rb") as file:
             return " ".join(file.read(_LONGEST_NAME).decode(errors="replace").split())
@@ -108,15 +109,16 @@ def _pointed(pointer: Path) -> str:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Open one checkpoint and check that its parts, and no others, are there, whole in size.
+    """Open one checkpoint and check that it has exactly its own parts, each of its full size.
 
-    Raises TrainerError naming what is missing, foreign, too many or short, and OSError if a shortage prevents reading.
+    Raises TrainerError naming the part that is missing, truncated or does not belong, and OSError if the machine is
+    short of memory or file handles.
     """
     try:
         tree = read_json(folder / "checkpoint.json", _LARGEST_LISTING)
     except (OSError, ValueError) as error:
         if shortage(error):
-            raise  # it may be whole: an older one must not take its place
+            raise  # it may be complete, so an older one must not replace it
         raise TrainerError(f"{folder} is not a whole checkpoint: it has no readable checkpoint.json") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("version") != VERSION:
         raise TrainerError(f"{folder} is not a checkpoint of this version of Lambert ({FORMAT} {VERSION})")
@@ -124,7 +126,7 @@ def read(folder: Path) -> Checkpoint:
         raise TrainerError(f"checkpoint {folder} is damaged: the sha256 of checkpoint.json differs")
     whole, parts = _content(folder, tree), tree["parts"]
     if list(whole.parts) != [part_name(rank, len(parts)) for rank in range(len(parts))]:
-        raise TrainerError(f"checkpoint {folder} is damaged: its list of parts is not that of one save")
+        raise TrainerError(f"checkpoint {folder} is damaged: its list of parts does not come from one save")
     for part in parts:
         path = folder / part["name"]
         size = path.stat().st_size if path.is_file() else None
@@ -132,12 +134,12 @@ def read(folder: Path) -> Checkpoint:
             found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
             raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
     if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in whole.parts):
-        raise TrainerError(f"checkpoint {folder} is damaged: {extra[0]} is of another save")
+        raise TrainerError(f"checkpoint {folder} is damaged: {extra[0]} belongs to another save")
     return whole
 
 
 def _content(folder: Path, tree: dict[str, Any]) -> Checkpoint:
-    """What ``checkpoint.json`` says. Raises TrainerError if no save wrote it so."""
+    """The checkpoint that ``checkpoint.json`` describes. Raises TrainerError if it is malformed."""
     try:
         shapes = {name: _shape(sizes) for name, sizes in tree["shapes"].items()}
         parts = {str(part["name"]): str(part["sha256"]) for part in tree["parts"]}
@@ -145,17 +147,17 @@ def _content(folder: Path, tree: dict[str, Any]) -> Checkpoint:
         room = sum(part["bytes"] for part in tree["parts"])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TrainerError(
-            f"checkpoint {folder} is damaged: no save wrote its checkpoint.json ({shown(error)})"
+            f"checkpoint {folder} is damaged: its checkpoint.json is malformed ({shown(error)})"
         ) from None
     if sum(shape.numel() for shape in shapes.values()) > room:
-        raise TrainerError(f"checkpoint {folder} is damaged: its shapes ask for more than its parts can hold")
+        raise TrainerError(f"checkpoint {folder} is damaged: its shapes need more bytes than its parts have")
     return Checkpoint(folder, shapes, parts, record)
 
 
 def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
-    """Fill this rank's masters and moments from any number of parts, in place; :func:`verify` proves them before.
+    """Fill this rank's masters and moments in place, from any number of parts. Call :func:`verify` first.
 
-    Raises TrainerError when the checkpoint is of another model.
+    Raises TrainerError if the checkpoint is of another model.
     """
     partition = optimizer.partition
     assert partition is not None
@@ -169,7 +171,7 @@ def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
 
 
 def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """All parameters, whole, fp32, on the CPU. Raises TrainerError when a part is damaged."""
+    """All parameters as whole fp32 tensors on the CPU. Raises TrainerError if a part is damaged."""
     verify(checkpoint)
     pieces = _Pieces(checkpoint)
     return {
@@ -178,7 +180,7 @@ def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def load_model(checkpoint: Checkpoint, fillers: int = 0) -> Bert:
-    """The checkpoint's model, fp32, on the CPU; ``fillers``: how many its tokenizer has.
+    """The checkpoint's model, fp32, on the CPU. ``fillers``: how many filler pieces its tokenizer has.
 
     Raises TrainerError if a part is damaged or a weight is not finite.
     """
@@ -190,21 +192,21 @@ def load_model(checkpoint: Checkpoint, fillers: int = 0) -> Bert:
 
 
 def model_of(checkpoint: Checkpoint) -> ModelConfig:
-    """The model that the run's configuration describes. Raises TrainerError if it describes none that can be."""
+    """The model that the run's configuration describes. Raises TrainerError if the description is not valid."""
     try:
         model = ModelConfig(**checkpoint.record["config"]["model"])
         problems = model.problems()
     except (LookupError, TypeError) as error:
         problems = [repr(error)]
     if problems:
-        raise TrainerError(f"checkpoint {checkpoint.folder} has a record of no model ({'; '.join(problems)})")
+        raise TrainerError(f"checkpoint {checkpoint.folder} does not describe a valid model ({'; '.join(problems)})")
     return model
 
 
 def find(path: Path, tell: Callable[[str], None] = lambda text: None) -> Checkpoint:
-    """``path`` as a checkpoint, or the newest whole one in it. Raises TrainerError without any.
+    """The checkpoint at ``path``, or the newest complete one in that folder. Raises TrainerError if there is none.
 
-    ``tell`` is told of each newer one that is passed over, and why.
+    ``tell`` receives a warning for each newer checkpoint that is skipped.
     """
     if (path / "checkpoint.json").is_file():
         return read(path)
@@ -213,14 +215,14 @@ def find(path: Path, tell: Callable[[str], None] = lambda text: None) -> Checkpo
         advice = f"no whole checkpoint in {path}: name a run's folder, or a step-… folder in it"
         raise TrainerError("; ".join([advice, *passed]))
     for problem in passed:
-        tell(f"warning: not used: {problem}; {found.folder.name} is taken in its place")
+        tell(f"warning: not used: {problem}; using {found.folder.name} instead")
     return found
 
 
 def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
-    """Prove every ``ranks``-th part, from the ``rank``-th on, by its sha256.
+    """Check the sha256 of every ``ranks``-th part, starting at part ``rank``.
 
-    Raises TrainerError with the name of the first damaged one.
+    Raises TrainerError naming the first damaged part.
     """
     for name in list(checkpoint.parts)[rank::ranks]:
         if file_sha256(checkpoint.folder / name) != checkpoint.parts[name]:
@@ -231,10 +233,10 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
 
 
 def disprove(folder: Path, world: World, check: Callable[[Checkpoint], object] = lambda found: None) -> str:
-    """Why it is no whole checkpoint, as far as this rank's share of the proof tells; empty if it tells nothing.
+    """Why ``folder`` is not an intact checkpoint, judged by this rank's share of the parts; empty if they are intact.
 
-    ``check`` raises TrainerError for a record that this kind of run cannot go on from.
-    Raises OSError if a shortage prevents the proof: another checkpoint must not take this one's place for that.
+    ``check`` raises TrainerError for a record that this kind of run cannot resume from. Raises OSError if the machine
+    is short of memory or file handles: that is no reason to use another checkpoint.
     """
     try:
         found = read(folder)
@@ -248,73 +250,73 @@ def disprove(folder: Path, world: World, check: Callable[[Checkpoint], object] =
 
 
 def require_shapes(what: str, theirs: dict[str, torch.Size], ours: dict[str, torch.Size]) -> None:
-    """Parameters by name and shape must be those of this run. Raises TrainerError naming the first that differs."""
+    """Raise TrainerError, naming the first difference, unless names and shapes of parameters are those of this run."""
     different = [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]
     if not different:
         return
     name = different[0]
     there, here = (f"{list(shapes[name])}" if name in shapes else "absent" for shapes in (theirs, ours))
     raise TrainerError(
-        f"{what} is of another model: {len(different)} parameters differ, first {name} ({there} there, {here} in this "
-        "run): restore the model section, or name another folder"
+        f"{what} comes from another model: {len(different)} parameters differ, first {name} ({there} there, {here} in "
+        "this run): restore the model section, or name another folder"
     )
 
 
 def require_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises TrainerError naming the first of the floating tensors that holds NaN or infinity."""
+    """Raise TrainerError, naming the tensor, if any floating-point tensor contains NaN or infinity."""
     for name, tensor in tensors.items():
-        wide = tensor if tensor.itemsize > 1 else tensor.float()  # PyTorch does not ask it of one byte
+        wide = tensor if tensor.itemsize > 1 else tensor.float()  # PyTorch has no isfinite for one-byte types
         if tensor.is_floating_point() and not wide.isfinite().all():
             raise TrainerError(
-                f"{what}: {name} holds NaN or infinity, so nothing can be computed from it: name an older checkpoint, "
-                "or fetch or export the weights again"
+                f"{what}: {name} contains NaN or infinity, so the weights are unusable: name an older checkpoint, or "
+                "download or export the weights again"
             )
 
 
-# ---- what reading and writing share ----------------------------------------------------------------------------
+# ---- shared by reading and writing ----------------------------------------------------------------------------
 
 
 def named(root: Path) -> list[Path]:
-    """The folders under ``root`` that have the name of a checkpoint."""
+    """The folders under ``root`` that are named like a checkpoint."""
     return [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
 
 
 def step_of(folder: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
+    """The step number in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
 
 
 def part_name(rank: int, ranks: int) -> str:
-    """The file of one rank's part."""
+    """The file name of one rank's part."""
     return f"part-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def flat_tensors(optimizer: LambertOptimizer, buffer: Buffer) -> dict[str, Tensor]:
-    """The flat fp32 tensors of one buffer by kind, on its device."""
+    """The flat fp32 tensors of one buffer, by kind, on the buffer's device."""
     return {"weight": buffer.master.detach().view(-1), **optimizer.moments(buffer)}
 
 
 def _shape(sizes: list[int]) -> torch.Size:
-    """Raises ValueError if they are not sizes of a tensor."""
+    """A shape from its sizes in JSON. Raises ValueError if they are not valid sizes."""
     if not all(type(size) is int and 0 <= size < 2**40 for size in sizes) or math.prod(sizes) >= 2**40:
         raise ValueError(f"shape {sizes}"[:80])
     return torch.Size(sizes)
 
 
 def tree_sha256(tree: dict[str, Any]) -> str:
-    """The checksum of plain data as JSON holds it."""
+    """The sha256 of plain data, after a round trip through JSON."""
     plain = json.loads(json.dumps(tree))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """The checksum of a file's bytes."""
+    """The sha256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk itself."""
+    """Flush a file, or a folder's directory entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -323,7 +325,7 @@ def sync(path: Path) -> None:
 
 
 class _Pieces:
-    """Reads flat ranges of parameters from whichever parts hold them."""
+    """Reads flat ranges of parameters from whichever parts contain them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder = checkpoint.folder
@@ -343,7 +345,7 @@ class _Pieces:
         return wanted
 
     def _overlapping(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """(first element, flat piece) of the parts that hold any of the elements ``start … end``."""
+        """Yield (first element, flat piece) from each part with any of the elements ``start … end``."""
         key = f"{kind}/{name}"
         for file, starts in zip(self.files, self.starts, strict=True):
             if name in starts:

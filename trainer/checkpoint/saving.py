@@ -1,9 +1,9 @@
-"""Saving: a copy of each rank's part at a step's border, then threads that bring it to the disk.
+"""Saving checkpoints: each rank copies its part at a step boundary, and threads write the copies to disk.
 
-Every rank's thread writes its own part into one folder with a dotted name, and rank 0's gives the folder its
-name when all parts are in it: the threads share that folder and nothing else. What became of a save is agreed
-on at a step's border by all ranks, in collectives of a few bytes that none of them enters before its disk has
-done; so a slow disk holds up no collective, and a failure on any rank reaches all of them.
+Every rank's thread writes its part into one folder with a dotted name, and rank 0's thread renames the folder once all
+parts are in it. The threads share that folder and nothing else. At later step boundaries all ranks agree on the outcome
+of a save, in collectives of a few bytes that never wait for a disk. So a slow disk does not delay a collective, and a
+failure on any rank reaches all of them.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from trainer.engine.optimizer import LambertOptimizer
 from trainer.errors import TrainerError, explain
 from trainer.ranks.world import World, broadcast_text
 
-POLL_SECONDS = 0.01  # between two looks of a rank that waits
-_REASON_BYTES = 400  # of a failure's text on its way to the other ranks
+POLL_SECONDS = 0.01  # between two checks by a waiting rank
+_REASON_BYTES = 400  # how much of a failure's text is sent to the other ranks
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of one save. Its size, its times and ``leftover`` are those that rank 0 saw."""
+    """The outcome of one save. Its size, its times and ``leftover`` are those seen by rank 0."""
 
     step: int
     folder: Path
-    failure: str  # which rank could not save, and why; empty for a whole checkpoint
+    failure: str  # which rank could not save, and why; empty for a complete checkpoint
     size: int  # bytes
-    stall_seconds: float  # that training stood still for it
-    seconds: float  # from its step's border to its name on the disk
+    stall_seconds: float  # how long training stood still for it
+    seconds: float  # from its step boundary until the folder had its final name
     ended: float  # Unix time
-    leftover: str = ""  # what should be gone and is not, with its path and the reason; each told once
+    leftover: str = ""  # files that could not be removed, each with path and reason; each is reported once
 
 
 @dataclass
 class _Save:
-    """A save that has begun on this rank. Its thread writes the second half of the fields, and ends."""
+    """A save in progress on this rank. Its thread sets the second half of the fields before it ends."""
 
     step: int
     folder: Path
     record: dict[str, Any]
-    temporary: Path = Path()  # the folder until it has its name, the same on all ranks
+    temporary: Path = Path()  # the folder's name until the save is complete, the same on all ranks
     begun: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
     thread: Thread | None = None
-    abandoned: Event = field(default_factory=Event)  # another rank failed: its part will never come
+    abandoned: Event = field(default_factory=Event)  # another rank failed, so its part will never arrive
 
     failure: str = "its thread died, see the traceback above"
     leftover: str = ""
@@ -72,28 +72,28 @@ class _Save:
 
 
 class Saver:
-    """Saves a run's checkpoints under ``root``, one at a time. Every rank makes every call, at the same step.
+    """Saves a run's checkpoints under ``root``, one at a time. Every rank must make every call, at the same step.
 
-    A save that fails on any rank leaves nothing with a checkpoint's name and raises nothing: the ``Saved`` tells.
+    A save that fails on any rank leaves nothing with a checkpoint's name. It raises nothing; see ``Saved.failure``.
     """
 
     def __init__(self, root: Path, config: CheckpointConfig, optimizer: LambertOptimizer, world: World) -> None:
         self.root, self.config, self.optimizer, self.world = root, config, optimizer, world
         self.last: Saved | None = None
-        self.warned: set[Path] = set()  # leftovers that were told
+        self.warned: set[Path] = set()  # leftovers already reported
         self._running: _Save | None = None
 
     def save(self, step: int, record: dict[str, Any]) -> list[Saved]:
-        """Begin to save ``step`` and ``record`` (plain data); without ``asynchronous``, also end.
+        """Start saving ``step`` with ``record`` (plain data); without ``asynchronous``, also wait for the end.
 
-        Waits for a save that is still running. Returns those that ended in the call.
+        Waits first for a save that is still running. Returns the saves that ended during the call.
         """
         ended = self.finish()
         self._running = self._begin(_Save(step, self.root / f"step-{step:08d}", record))
         return ended if self.config.asynchronous else ended + self.finish()
 
     def look(self) -> list[Saved]:
-        """The save that has ended on all ranks, if there is one now. Waits for no disk."""
+        """The running save, if it has ended on all ranks by now. Never waits for a disk."""
         save = self._running
         if save is None:
             return []
@@ -109,14 +109,14 @@ class Saver:
             return []
         self._running = None
         failure = first_failure(save.failure, self.world) if fails else ""
-        if fails and self.world.is_main:  # the room may be what was lacking
+        if fails and self.world.is_main:  # it may have failed for lack of disk space
             shutil.rmtree(save.temporary, ignore_errors=True)
         figures = save.size, save.stall_seconds, save.seconds, save.ended
         self.last = Saved(save.step, save.folder, failure, *figures, save.leftover)
         return [self.last]
 
     def finish(self) -> list[Saved]:
-        """Wait for the save that is running, if one is, and return it."""
+        """Wait for the running save, if any, and return its outcome."""
         began = time.perf_counter()
         ended = self.look()
         while self._running is not None:
@@ -126,7 +126,7 @@ class Saver:
 
     def _begin(self, save: _Save) -> _Save:
         def make_folder() -> None:
-            for path in drafts(self.root):  # what a killed or failed save left: no other is running
+            for path in drafts(self.root):  # from killed or failed saves: no other save is running
                 remove(path)
             save.temporary = temporary(save.folder)
             save.temporary.mkdir(parents=True)
@@ -135,19 +135,19 @@ class Saver:
         if first_failure(failure, self.world):
             save.failure = failure
             return save
-        save.temporary = self.root / broadcast_text(save.temporary.name, self.world)  # also the sign that it is there
+        save.temporary = self.root / broadcast_text(save.temporary.name, self.world)  # after this, the folder exists
         try:
             part = _Part(*_copy(self.optimizer, self.world), self.world.rank, self.world.size)
             thread = Thread(target=self._write, args=(save, part), name="saver", daemon=True)
             thread.start()
             save.thread = thread
-        except (MemoryError, RuntimeError) as error:  # PyTorch's word for no memory, and Python's for no more threads
+        except (MemoryError, RuntimeError) as error:  # PyTorch is out of memory, or Python cannot start a thread
             save.failure = explain(error)
         save.stall_seconds = time.perf_counter() - save.begun
         return save
 
     def _write(self, save: _Save, part: _Part) -> None:
-        """What the thread does. Everything it needs was copied before."""
+        """The body of the thread. Everything it needs has already been copied."""
 
         def write() -> None:
             part.write(save.temporary)
@@ -163,7 +163,7 @@ class Saver:
 
 
 def attempt(action: Callable[[], None]) -> str:
-    """Why ``action`` could not be done, in one line; empty when it was."""
+    """Run ``action``. Returns one line with the reason if it failed, and an empty one if it succeeded."""
     try:
         action()
     except (TrainerError, OSError, SafetensorError, MemoryError) as error:
@@ -172,7 +172,7 @@ def attempt(action: Callable[[], None]) -> str:
 
 
 def first_failure(failure: str, world: World) -> str:
-    """The text of the first rank whose ``failure`` is not empty, with its number, on every rank; they all call it."""
+    """The first failed rank's number and ``failure``, on every rank; empty if none failed. A collective."""
     own = f"rank {world.rank}: {failure}".encode()[:_REASON_BYTES] if failure else b""
     padded = torch.frombuffer(bytearray(own.ljust(_REASON_BYTES, b"\0")), dtype=torch.uint8).to(world.device)
     told = [torch.empty_like(padded) for _ in range(world.size)]
@@ -182,20 +182,20 @@ def first_failure(failure: str, world: World) -> str:
 
 
 def drafts(root: Path) -> list[Path]:
-    """What killed saves left of checkpoints."""
+    """Unfinished checkpoints left by killed saves."""
     return leftovers.drafts(root, r"step-\d{8,}")
 
 
 def stuck_saves(root: Path) -> dict[Path, str]:
-    """What no save under ``root`` will be able to remove, with the reason; nothing is changed."""
+    """Paths that no save under ``root`` will be able to remove, with the reasons. Changes nothing."""
     return leftovers.stuck([*drafts(root), *checkpoint.named(root)])
 
 
 def prune(root: Path, config: CheckpointConfig, step: int) -> dict[Path, str]:
-    """Remove the checkpoints up to ``step`` that ``config`` does not keep, and what killed saves left.
+    """Remove checkpoints up to ``step`` that ``config`` does not keep, and the remains of killed saves.
 
-    Returns what cannot be removed, with the reason. Folders of later steps are none of this run's past: a resume passed
-    them over, and a person may want them.
+    Returns the paths that could not be removed, with the reasons. Folders of later steps stay: the run did not resume
+    from them, and a person may want them.
     """
     past = sorted((f for f in checkpoint.named(root) if checkpoint.step_of(f) <= step), key=checkpoint.step_of)
     often, left = config.keep_every_steps, dict[Path, str]()
@@ -204,7 +204,7 @@ def prune(root: Path, config: CheckpointConfig, step: int) -> dict[Path, str]:
             left |= leftovers.stuck([path])
             continue
         try:
-            move_aside(path)  # at once: no moment shows half of it under its name
+            move_aside(path)  # atomic, so a half-removed folder never has a checkpoint's name
         except OSError as error:
             left[path] = f"{path}: {error.strerror}"
     reasons = {path: remove(path) for path in drafts(root)}
@@ -225,10 +225,10 @@ class _Part:
     ranks: int
 
     def write(self, folder: Path) -> None:
-        """Bring it to the disk, and then its size and sha256 beside it, whole or not at all, for rank 0."""
+        """Write the part to disk, then a file with its size and sha256 for rank 0, which appears atomically."""
         path = folder / checkpoint.part_name(self.rank, self.ranks)
         save_file(self.tensors, path, metadata={"starts": json.dumps(self.starts)})
-        path.chmod(0o644)  # safetensors leaves it to its owner alone
+        path.chmod(0o644)  # safetensors makes it readable by its owner only
         checkpoint.sync(path)
         facts = {"name": path.name, "bytes": path.stat().st_size, "sha256": checkpoint.file_sha256(path)}
         draft = path.with_suffix(".tmp")
@@ -245,7 +245,7 @@ def _copy(optimizer: LambertOptimizer, world: World) -> tuple[dict[str, Tensor],
     for buffer in partition.buffers:
         for kind, flat in checkpoint.flat_tensors(optimizer, buffer).items():
             for part in buffer.slices:
-                if partition.shared or world.is_main:  # whole copies on every rank: one is enough
+                if partition.shared or world.is_main:  # if every rank has everything, rank 0's copy is enough
                     shape = partition.shapes[part.name]
                     piece = torch.empty(shape if part.length == shape.numel() else (part.length,), device="cpu")
                     piece.view(-1).copy_(flat[part.offset : part.offset + part.length])
@@ -255,16 +255,16 @@ def _copy(optimizer: LambertOptimizer, world: World) -> tuple[dict[str, Tensor],
 
 
 def _wait_for_parts(folder: Path, ranks: int, abandoned: Event) -> list[dict[str, Any]]:
-    """Every part's name, size and sha256 as soon as all parts are on the disk; empty if ``abandoned``.
+    """Wait until all parts are on disk, and return the name, size and sha256 of each; empty if ``abandoned``.
 
-    Raises TrainerError where somebody else removed the folder: no part would ever come.
+    Raises TrainerError if the folder was removed from outside, because the parts would never arrive.
     """
     beside = [(folder / checkpoint.part_name(rank, ranks)).with_suffix(".json") for rank in range(ranks)]
     while not all(path.exists() for path in beside):
         if abandoned.wait(POLL_SECONDS):
             return []
         if not folder.is_dir():
-            raise TrainerError(f"{folder} is gone: who else writes to or cleans its folder?")
+            raise TrainerError(f"{folder} was removed during the save: check what else writes to or cleans its folder")
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in beside]
     for path in beside:
         path.unlink()
@@ -272,9 +272,9 @@ def _wait_for_parts(folder: Path, ranks: int, abandoned: Event) -> list[dict[str
 
 
 def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> tuple[int, dict[Path, str]]:
-    """Give the folder its name, and then write ``latest``.
+    """Give the folder its final name, then write ``latest``.
 
-    Returns the checkpoint's bytes, and why ``latest`` cannot be written, which only people and tools miss.
+    Returns the checkpoint's size in bytes and, if ``latest`` cannot be written, the reason; Lambert does not need it.
     """
     tree = {
         "format": checkpoint.FORMAT,
@@ -288,12 +288,12 @@ def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.S
     for path in (listing, save.temporary):
         checkpoint.sync(path)
     size = sum(path.stat().st_size for path in save.temporary.iterdir())
-    move_aside(save.folder)  # the same step, damaged: a resume passed it over
+    move_aside(save.folder)  # a damaged checkpoint of the same step, which the resume skipped
     os.replace(save.temporary, save.folder)
     checkpoint.sync(save.folder.parent)
     try:
         with replacing(pointer) as file:
             file.write(f"{save.folder.name}\n".encode())
     except OSError as error:
-        return size, {pointer: f"{pointer} cannot be written: {error.strerror}"}
+        return size, {pointer: f"cannot write {pointer}: {error.strerror}"}
     return size, {}

@@ -1,4 +1,4 @@
-"""What a run is at a step's border: all that decides its future besides weights and moments."""
+"""The state of a run at a step boundary: everything that determines how it continues, except weights and moments."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trainer.errors import TrainerError
 
 @dataclass(frozen=True)
 class TrainState:
-    """Counted since the run's beginning, over restarts. Dropout and order are functions of it."""
+    """Counters since the start of the run, over restarts. Dropout and sample order depend only on them."""
 
-    attempts: int = 0  # steps tried; keys the dropout
+    attempts: int = 0  # steps tried; seeds the dropout
     step: int = 0  # optimizer steps taken
     phase: int = 0  # index of the current phase
-    phase_step: int = 0  # steps taken in it; the schedule counts these
-    position: int = 0  # samples read of its shards: the next sample number
-    samples: int = 0  # trained on, of all phases
-    tokens: int = 0  # valid tokens of them
-    skipped: int = 0  # steps whose gradients overflowed
+    phase_step: int = 0  # steps taken in this phase; the schedule counts these
+    position: int = 0  # samples read from the phase's shards: the next sample number
+    samples: int = 0  # samples trained on, in all phases
+    tokens: int = 0  # valid tokens in those samples
+    skipped: int = 0  # steps skipped because gradients overflowed
     restarts: int = 0
 
     def after(self, batch: StepBatch, applied: bool) -> TrainState:
-        """The state after a step. One that overflowed moves the data position and nothing else."""
+        """The state after a step. A step that overflowed advances only the data position and the step attempts."""
         moved = replace(self, attempts=self.attempts + 1, position=self.position + batch.samples)
         if not applied:
             return replace(moved, skipped=self.skipped + 1)
@@ -40,9 +40,10 @@ class TrainState:
         )
 
     def entering(self, phases: tuple[Phase, ...]) -> TrainState:
-        """The state with finished phases left behind: the next one has a schedule of its own.
+        """The state moved past finished phases; each phase has its own schedule.
 
-        Over the same shards it reads on where the last one ended, so that each epoch still has each sample once.
+        If the next phase has the same shards, it reads on where the last one ended, so each epoch still has each sample
+        once.
         """
         state = self
         while state.phase < len(phases) and state.phase_step >= phases[state.phase].steps:
@@ -53,7 +54,7 @@ class TrainState:
 
 
 def state_of(found: Checkpoint) -> TrainState:
-    """The state that a checkpoint's record holds. Raises TrainerError if no run can go on from that record."""
+    """The state in a checkpoint's record. Raises TrainerError if a run cannot resume from that record."""
     record, names = found.record, {field.name for field in fields(TrainState)}
     try:
         counts = {name: record["state"][name] for name in names}
@@ -71,5 +72,5 @@ def state_of(found: Checkpoint) -> TrainState:
         wrong["phase"] = counts["phase"]
     if wrong:
         name, value = next(iter(wrong.items()))
-        raise TrainerError(f"checkpoint {found.folder} is damaged: {name} of its record is {shown(value)}")
+        raise TrainerError(f"checkpoint {found.folder} is damaged: {name} in its record is {shown(value)}")
     return TrainState(**{name: counts[name] for name in names})

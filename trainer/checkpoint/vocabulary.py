@@ -1,7 +1,7 @@
-"""The tokenizer that a checkpoint was trained with, by its sha256: whatever else goes with the weights must have it.
+"""Finds the tokenizer that a checkpoint was trained with, and checks it against the checkpoint's record.
 
-A run keeps a copy of its tokenizer beside its checkpoints. Ids mean nothing without it, so the copy is compared with
-the checkpoint's record before it is used.
+A run keeps a copy of its tokenizer next to its checkpoints. Token ids mean nothing without it, so the copy's sha256 is
+compared with the record before it is used. Data used with the weights must have the same tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESTORE = "restore it from the tokenizer folder of the training shards"
 
 
 def recorded(record: dict[str, Any]) -> str | None:
-    """The tokenizer's sha256 by a checkpoint's record. None if it is too old to hold it and its shards are gone."""
+    """The tokenizer's sha256 in a checkpoint's record; None if the record is too old and its shards are gone."""
     known: str | None = record.get("identity", {}).get("tokenizer")
     if known is None:
         known = next((found.tokenizer.sha256 for _, found in manifests_of(record) if found is not None), None)
@@ -32,13 +32,13 @@ def recorded(record: dict[str, Any]) -> str | None:
 
 
 def manifests_of(record: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Manifest | None]]:
-    """Each phase that has begun, and the manifest of its training shards, if it is at hand and the same."""
+    """Yield each phase that has begun, with the manifest of its training shards if it is available and unchanged."""
     config = record["config"]
     cache = [Path(os.path.expanduser(config["cache"]["folder"]))] if "cache" in config else []
-    begun = record.get("identity", {}).get("phases", [])  # of a fine-tuning: none
+    begun = record.get("identity", {}).get("phases", [])  # fine-tuning has none
     begun = begun[: record.get("state", {}).get("phase", 0) + 1]
     for phase, known in zip(config.get("phases", []), begun, strict=False):
-        places = (Path(phase["train"]), *(folder / known["shards"] for folder in cache))  # the latter: of an address
+        places = (Path(phase["train"]), *(folder / known["shards"] for folder in cache))  # in the cache: from a URL
         found = (_manifest(place, known["shards"]) for place in places)
         yield phase | known, next((manifest for manifest in found if manifest is not None), None)
 
@@ -52,28 +52,28 @@ def _manifest(folder: Path, sha256: str) -> Manifest | None:
 
 
 def load_trained(folder: Path, sha256: str | None, path: Path, remedy: str = RESTORE) -> Tokenizer:
-    """The tokenizer in ``folder``, proven to be the one that the weights at ``path`` were trained with.
+    """Load the tokenizer in ``folder``, and verify that the weights at ``path`` were trained with it.
 
-    ``sha256``: what those record; None if they do not, and then nothing is proven. Raises TrainerError.
+    ``sha256`` is the hash recorded with the weights. If it is None, nothing is verified. Raises TrainerError.
     """
     try:
         if sha256 is None:
             return load_tokenizer(folder)
         return load_proven(folder, sha256, f"the tokenizer that {path} was trained with", remedy)
     except DataError as error:
-        raise TrainerError(str(error) if sha256 is not None else f"{error}; restore it, or name another") from None
+        raise TrainerError(str(error) if sha256 is not None else f"{error}; restore it, or name another one") from None
 
 
 def unproven(found: Checkpoint) -> str:
-    """The warning that nothing tells which tokenizer a checkpoint was trained with."""
+    """A warning that a checkpoint's tokenizer cannot be verified."""
     return (
-        f"warning: {found.folder} is of an older Lambert, does not record its tokenizer, and its shards are not at "
-        f"hand: nothing proves that {own_folder(found)} is the right one"
+        f"warning: {found.folder} is from an older Lambert that did not record the tokenizer, and its shards are not "
+        f"available: cannot verify that {own_folder(found)} is the right one"
     )
 
 
 def token_counts(folder: Path, manifest: Manifest) -> Tensor:
-    """How often each token stands in the unmasked samples of a data set: (V,) int64.
+    """How often each token occurs in the unmasked samples of a data set: (V,) int64.
 
     Raises TrainerError if the file is missing, or not the one that the manifest names.
     """
@@ -84,29 +84,29 @@ def token_counts(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def require_rows(pieces: int, folder: Path, rows: int, model: Path, tell: Callable[[str], None]) -> None:
-    """Raises TrainerError if the tokenizer in ``folder`` has more ``pieces`` than the model; tells if it has fewer."""
-    if pieces > rows:  # the table's padding has rows for some of them, which were never trained
+    """Raise TrainerError if the tokenizer in ``folder`` has more ``pieces`` than the model; warn if fewer."""
+    if pieces > rows:  # some of them would fall on padding rows of the table, which were never trained
         raise TrainerError(
-            f"{folder} has {pieces:,} pieces, the model of {model} only {rows:,}: name the tokenizer that it was "
+            f"{folder} has {pieces:,} pieces, but the model in {model} only {rows:,}: name the tokenizer that it was "
             "trained with"
         )
     if pieces < rows:
         tell(
-            f"warning: {folder} has {pieces:,} pieces, the model of {model} has {rows:,}: no text gives the ids from "
-            f"{pieces} on; if tokens were added to the model, save its tokenizer beside it"
+            f"warning: {folder} has {pieces:,} pieces, but the model in {model} has {rows:,}: ids from {pieces} on "
+            "never occur; if tokens were added to the model, save its tokenizer with it"
         )
 
 
 def own_folder(found: Checkpoint) -> Path:
-    """The folder of the tokenizer that a run keeps beside its checkpoints."""
+    """The folder of the tokenizer copy that a run keeps next to its checkpoints."""
     step = found.folder
     return (step.parent if step in named(step.parent) else step) / TOKENIZER_FOLDER
 
 
 def tokenizer_of(found: Checkpoint, tell: Callable[[str], None], given: Path | None = None) -> tuple[Path, Tokenizer]:
-    """The tokenizer that goes with a checkpoint: ``given``, or the run's own copy, and its folder; proven.
+    """The folder and the tokenizer that belong to a checkpoint: ``given``, or the run's own copy, verified.
 
-    ``tell`` is told if nothing proves it. Raises TrainerError for another one.
+    ``tell`` receives a warning if it cannot be verified. Raises TrainerError if it is another tokenizer.
     """
     known, own = recorded(found.record), own_folder(found)
     if known is None:
@@ -118,9 +118,9 @@ def tokenizer_of(found: Checkpoint, tell: Callable[[str], None], given: Path | N
 
 
 def require_vocabulary(found: Checkpoint, sha256: str, what: object, tell: Callable[[str], None]) -> None:
-    """Raises TrainerError if ``what``, made with a tokenizer of this sha256, is of another one than the checkpoint.
+    """Raise TrainerError unless ``what`` was made with the checkpoint's tokenizer; ``sha256``: that of its tokenizer.
 
-    The run's own copy, if there is one, must be the recorded one, too.
+    The run's own copy, if there is one, must also be the recorded tokenizer.
     """
     known, own = recorded(found.record), own_folder(found)
     if own.is_dir():
@@ -129,6 +129,6 @@ def require_vocabulary(found: Checkpoint, sha256: str, what: object, tell: Calla
         known = load_trained(own, known, found.folder).sha256()
     if known not in (None, sha256):
         raise TrainerError(
-            f"{what} has another vocabulary than the run of {found.folder} (sha256 differs): name what was made with "
-            "that one"
+            f"{what} has a different vocabulary from the run of {found.folder} (sha256 differs): use data made with "
+            "that run's tokenizer"
         )

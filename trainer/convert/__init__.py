@@ -1,1 +1,1 @@
-"""Models in and out: Hugging Face folders, ONNX, plain weights, model cards."""
+"""Import and export of models: Hugging Face folders, ONNX, plain weights and model cards."""

@@ -1,4 +1,8 @@
-"""A Hugging Face folder of a BERT: written from a checkpoint, proven by transformers, and read."""
+"""Writes and reads BERT as a Hugging Face folder: config.json, model.safetensors and the tokenizer's files.
+
+``write_folder`` can have transformers verify the result, on random batches. ``read_folder`` takes any BERT that
+Lambert can compute, also one without some of the heads.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from trainer.errors import TrainerError, shortage
 from trainer.model.batch import MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 
-TOLERANCE = 1e-5  # largest difference of logits in fp32, as a share of the largest logit
+TOLERANCE = 1e-5  # largest allowed difference of fp32 logits, as a share of the largest logit
 _log = logging.getLogger(__name__)
 _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 _SIZES = (
@@ -42,7 +46,7 @@ _IMPORTED_ACTIVATIONS = {"gelu": "none", "gelu_pytorch_tanh": "tanh", "gelu_new"
 
 @dataclass(frozen=True)
 class Parity:
-    """Largest difference from transformers' logits, as a share of their largest."""
+    """The largest difference from transformers' logits, as a share of the largest logit."""
 
     mlm: float
     nsp: float
@@ -57,21 +61,21 @@ def write_folder(
     finish: Callable[[Path], None] = lambda folder: None,
     tokenizer_sha256: str | None = None,
 ) -> Parity | None:
-    """Writes the export to ``out``, whole or not at all; ``proven``, only after ``check``, whose figures it returns.
+    """Write an export to ``out`` atomically. If ``proven``, run ``check`` first and return its result.
 
-    ``finish`` is given the folder before it gets its name, to add files. ``tokenizer_sha256`` is kept with the weights,
-    so that whoever reads the folder can prove the tokenizer in it. Raises TrainerError if ``out`` is there and not an
-    empty folder, if the tokenizer's files are missing or of another vocabulary size, if a weight does not fit the
-    model, or as ``check`` and ``finish`` do.
+    ``finish`` receives the folder before it gets its final name, to add files. ``tokenizer_sha256`` is stored with the
+    weights, so that readers of the folder can verify its tokenizer. Raises TrainerError if ``out`` exists and is not an
+    empty folder, if the tokenizer's files are missing or have another vocabulary size, if a weight does not fit the
+    model, or if ``check`` or ``finish`` raises it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TrainerError(f"{out} is already there; name a folder that does not exist or is empty")
+        raise TrainerError(f"{out} already exists; name a folder that does not exist or is empty")
     tokenizer = _tokenizer(tokenizer_folder, model)
     exported = to_hugging_face(weights, model, tokenizer.fillers)
     tensors = {name: t.detach().float().cpu().contiguous() for name, t in exported.items()}
     with becoming(out) as temporary:
         save_file(tensors, temporary / "model.safetensors", metadata=metadata_of(tokenizer_sha256))
-        (temporary / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+        (temporary / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
         (temporary / "config.json").write_text(json.dumps(config_of(model, tokenizer.specials.pad), indent=2) + "\n")
         tokenizer.save(temporary)
         limit_length(temporary, model)
@@ -81,14 +85,14 @@ def write_folder(
 
 
 def metadata_of(tokenizer_sha256: str | None) -> dict[str, str]:
-    """The metadata of a model.safetensors: what `transformers` asks for, and which tokenizer the weights are of."""
+    """The metadata of model.safetensors: the format that `transformers` requires, and the tokenizer's sha256."""
     return {"format": "pt"} | ({} if tokenizer_sha256 is None else {"tokenizer": tokenizer_sha256})
 
 
 @contextmanager
 def becoming(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that takes its name when the block ends well, and is removed when it does not."""
-    for left in drafts(out.parent, re.escape(out.name)):  # by a killed process; what cannot be removed is in no way
+    """A temporary folder that is renamed to ``out`` if the block succeeds, and removed if it fails."""
+    for left in drafts(out.parent, re.escape(out.name)):  # from a killed process; failing to remove them is harmless
         remove(left)
     draft = temporary(out)
     try:
@@ -103,25 +107,25 @@ def becoming(out: Path) -> Iterator[Path]:
 
 
 def limit_length(folder: Path, model: ModelConfig) -> None:
-    """Have tokenizer_config.json say what the model can take, whatever the tokenizer said."""
+    """Set model_max_length in tokenizer_config.json to the model's number of positions."""
     settings, limit = folder / "tokenizer_config.json", {"model_max_length": model.max_positions}
     settings.write_text(json.dumps(read_json(settings) | limit, indent=2) + "\n", "utf-8")
 
 
 def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Bert's ``state_dict``, without the heads that are not there, and the model of a Hugging Face folder.
+    """Read a Hugging Face folder: Bert's ``state_dict``, without heads that the folder lacks, and the model.
 
-    ``tell`` is told what is missing, or there and not used. Raises TrainerError if this is no BERT or one
-    that Lambert cannot compute.
+    ``tell`` receives a line about missing heads and one about unused weights. Raises TrainerError if the folder is not
+    a BERT, or a BERT that Lambert cannot compute.
     """
     try:
         config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         if shortage(error):
             raise
-        raise TrainerError(f"{folder / 'config.json'} cannot be read: {error}; fetch or export it again") from error
+        raise TrainerError(f"{folder / 'config.json'} cannot be read: {error}; download or export it again") from error
     if not isinstance(config, dict):
-        raise TrainerError(f"{folder / 'config.json'} holds no object; is this a BERT's folder?")
+        raise TrainerError(f"{folder / 'config.json'} is not a JSON object; is this the folder of a BERT?")
     model = _model(config, folder)
     tensors = _load_tensors(folder)
     try:
@@ -136,7 +140,7 @@ def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tup
 
 
 def config_of(model: ModelConfig, pad: int) -> dict[str, Any]:
-    """config.json of a BertForPreTraining of this shape; ``pad``: the id of [PAD]."""
+    """The content of config.json for a BertForPreTraining of this shape. ``pad``: the id of [PAD]."""
     return {
         "architectures": ["BertForPreTraining"],
         "model_type": "bert",
@@ -163,11 +167,11 @@ def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
     fixed = {"model_type": "bert", "position_embedding_type": "absolute", "is_decoder": False}
     for name, value in fixed.items():
         if config.get(name, value) != value:
-            raise TrainerError(f"{folder}: {name} is {config[name]!r}; Lambert's BERT has {value!r}")
+            raise TrainerError(f"{folder}: {name} is {config[name]!r}; Lambert supports only {value!r}")
     activation = config.get("hidden_act", "gelu")
     if activation not in _IMPORTED_ACTIVATIONS:
         known = ", ".join(_IMPORTED_ACTIVATIONS)
-        raise TrainerError(f"{folder}: hidden_act is {activation!r}; Lambert has {known}")
+        raise TrainerError(f"{folder}: hidden_act is {activation!r}; Lambert supports only {known}")
     for names, kinds, what in ((_SIZES, (int,), "whole number"), (_REALS, (int, float), "number")):
         if wrong := [name for name in names if type(config.get(name, 0)) not in kinds]:
             name, value = wrong[0], config[wrong[0]]
@@ -188,7 +192,7 @@ def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
             initializer_range=config.get("initializer_range", 0.02),
         )
     except KeyError as error:
-        raise TrainerError(f"{folder / 'config.json'} lacks {error}; is this a BERT's folder?") from error
+        raise TrainerError(f"{folder / 'config.json'} lacks {error}; is this the folder of a BERT?") from error
     if problems := model.problems():
         raise TrainerError(f"{folder / 'config.json'}: {'; '.join(problems)}")
     return model
@@ -198,19 +202,19 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
     safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
     path = safe if safe.is_file() else pickled
     if not path.is_file():
-        raise TrainerError(f"{folder} holds neither {safe.name} nor {pickled.name}")
+        raise TrainerError(f"{folder} has neither {safe.name} nor {pickled.name}; is this the folder of a BERT?")
     tensors: dict[str, Tensor]
     try:
         tensors = load_file(safe) if path == safe else torch.load(pickled, "cpu", weights_only=True)
         if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-            raise ValueError("it holds more than tensors")
-    except (UnpicklingError, EOFError, AttributeError, LookupError):  # whose texts advise to run what the file says
-        raise TrainerError(f"{path} cannot be read: it holds no plain weights; fetch or export it again") from None
+            raise ValueError("it contains more than tensors")
+    except (UnpicklingError, EOFError, AttributeError, LookupError):  # their texts advise running the file's code
+        raise TrainerError(f"{path} cannot be read: not a plain weights file; download or export it again") from None
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         if shortage(error):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TrainerError(f"{path} cannot be read: {reason}; fetch or export it again") from error
+        raise TrainerError(f"{path} cannot be read: {reason}; download or export it again") from error
     return tensors
 
 
@@ -223,15 +227,18 @@ def _tokenizer(folder: Path, model: ModelConfig) -> Tokenizer:
     except DataError as error:
         raise TrainerError(str(error)) from None
     if tokenizer.vocab_size != model.vocab_size:
-        raise TrainerError(f"{folder} holds {tokenizer.vocab_size} tokens, the model has {model.vocab_size}")
+        raise TrainerError(
+            f"{folder} has {tokenizer.vocab_size} tokens, but the model has {model.vocab_size}; name the tokenizer "
+            "that the model was trained with"
+        )
     return tokenizer
 
 
 def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, tokenizer: Tokenizer) -> Parity:
-    """Compare what transformers makes of ``folder`` with Bert of ``weights`` on random batches, in fp32.
+    """Compare the model that transformers loads from ``folder`` with ours of ``weights``, on random batches in fp32.
 
-    Ours runs unpadded. Raises TrainerError for a missing or unexpected name, a setting or a token that transformers
-    takes for another, or a difference above TOLERANCE.
+    Ours runs unpadded. Raises TrainerError for a missing or unexpected name, a setting or token that transformers reads
+    differently, or a difference above TOLERANCE.
     """
     theirs, kind = load_transformers(folder), "BertForPreTraining"
     facts = config_facts(folder, theirs, kind, model, tokenizer.specials.pad)
@@ -248,14 +255,14 @@ def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, tokenize
             pairs = list(zip(ours.logits(batch), padded_logits(theirs, batch), strict=True))
         mlm, nsp = (difference(a, b) for a, b in pairs)
         worst = Parity(max(worst.mlm, mlm), max(worst.nsp, nsp))
-    if not max(worst.mlm, worst.nsp) <= TOLERANCE:  # so written, NaN fails
+    if not max(worst.mlm, worst.nsp) <= TOLERANCE:  # written so that NaN fails
         seen = f"MLM by {worst.mlm:.1e}, NSP by {worst.nsp:.1e}"
-        raise TrainerError(f"{folder}: logits differ from the weights' own, {seen}; {TOLERANCE} is allowed")
+        raise TrainerError(f"{folder}: logits differ from Lambert's, {seen}; only {TOLERANCE} is allowed")
     return worst
 
 
 def random_batch(model: ModelConfig, seed: int) -> MicroBatch:
-    """Eight random sequences, one of 3 tokens and one as long as the model allows, 15 % of tokens masked."""
+    """A batch of eight random sequences, one of 3 tokens and one of maximum length, with 15 % of tokens masked."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, count: int) -> Tensor:  # (count,) int64 in [low, high)
@@ -280,7 +287,7 @@ def random_batch(model: ModelConfig, seed: int) -> MicroBatch:
 
 
 def padded_logits(theirs: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """A transformers BertForPreTraining on the padded batch: MLM logits (P, V) at ``masked``, NSP (B, 2)."""
+    """Logits of transformers' BertForPreTraining on the padded batch: MLM (P, V) at ``masked``, NSP (B, 2)."""
     lengths = batch.cu_seqlens.diff()
     present = torch.arange(batch.max_seqlen) < lengths[:, None]  # (B, S)
     tokens = torch.zeros(present.shape, dtype=torch.int64).masked_scatter(present, batch.tokens)
@@ -290,9 +297,12 @@ def padded_logits(theirs: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def load_transformers(folder: Path, kind: str = "BertForPreTraining") -> Any:
-    """The folder's model of this class in fp32, evaluating; TrainerError if a name is missing or foreign."""
+    """The folder's model as this transformers class, in fp32 and in evaluation mode.
+
+    Raises TrainerError if a weight's name is missing or unexpected.
+    """
     if not (folder / "config.json").is_file():  # transformers would look for a model of this name elsewhere
-        raise TrainerError(f"{folder} holds no config.json: name the folder of a Hugging Face model")
+        raise TrainerError(f"{folder} has no config.json: name the folder of a Hugging Face model")
     import transformers
     from transformers.utils import logging as reports
 

@@ -1,8 +1,8 @@
-"""The names and shapes of Hugging Face's BERT and of ours, as pure maps in both directions.
+"""Maps the weights of Hugging Face's BERT to ours and back, by name and shape. Pure functions.
 
-Ours packs query, key and value into one projection (3D, D), pads the vocabulary, and names parameters
-without modules (``mlp_in_weight``). The tied decoder has no tensor of its own here; there it is written
-under the token table's name only, and transformers ties it on loading.
+Our BERT packs query, key and value into one projection (3D, D), pads the vocabulary, and names parameters without
+modules (``mlp_in_weight``). It has no separate tensor for the tied decoder; an export stores the table once, under the
+token table's name, and transformers ties the decoder to it on loading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
 
-# The decoder's bias of a piece that only fills the vocabulary up: exact in fp32, fp16 and bf16, and exp of it is 0.
+# The decoder bias of pieces that only fill up the vocabulary: exact in fp32, fp16 and bf16, and its exp is 0.
 SILENT = -8192.0
 _NAMES = {
     "token_table": "bert.embeddings.word_embeddings.weight",
@@ -44,10 +44,10 @@ _TIED = {
 
 
 def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig, fillers: int = 0) -> dict[str, Tensor]:
-    """Bert's ``state_dict`` under the names of BertForPreTraining, the vocabulary's padding cut off.
+    """Bert's ``state_dict`` under BertForPreTraining's names, without the vocabulary's padding.
 
-    The last ``fillers`` tokens get SILENT as the decoder's bias, so that they have no probability there either. Raises
-    TrainerError if a tensor is missing, too many, empty, or of another shape than the model's.
+    The last ``fillers`` tokens get SILENT as their decoder bias, so their probability is zero there too. Raises
+    TrainerError if a tensor is missing, unexpected, empty, or differs in shape from the model's.
     """
     _check_shapes(weights, model)
     out = {}
@@ -63,9 +63,9 @@ def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig, fillers: int
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of outputs, as a share of the largest; ``theirs`` may have columns of fillers on top.
+    """The largest difference between outputs, as a share of the largest; ``theirs`` may have extra filler columns.
 
-    Silent outputs are left out, being larger than all others. Infinite where one is silent and the other is not.
+    Silent outputs are left out, because they exceed all others. Infinite if only one of the two is silent.
     """
     count, silent = ours.shape[1], theirs <= SILENT / 2
     if not (torch.equal(silent[:, :count], ours <= SILENT / 2) and bool(silent[:, count:].all())):
@@ -75,10 +75,10 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def from_hugging_face(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Tensors of a BertForPreTraining or a BertModel as Bert's ``state_dict``, padding rows zero.
+    """Bert's ``state_dict`` from the tensors of a BertForPreTraining or a BertModel, with zero padding rows.
 
-    Heads that are not there are left out. Raises TrainerError if another tensor is missing, a shape does
-    not fit, or the decoder is not tied to the token table.
+    Missing heads are left out. Raises TrainerError if any other tensor is missing, a shape does not fit, or the decoder
+    is not tied to the token table.
     """
     tensors = _modern_names(tensors)
     for name, partner in _TIED.items():
@@ -94,27 +94,27 @@ def from_hugging_face(tensors: dict[str, Tensor], model: ModelConfig) -> dict[st
                 tensor = torch.cat([tensor, padding])
             out[name] = tensor
         elif _head(name) is None:
-            raise TrainerError(f"no tensor {_hugging_face_names(name)[0]}; is this the folder of a BERT?")
+            raise TrainerError(f"there is no tensor {_hugging_face_names(name)[0]}; is this the folder of a BERT?")
         if name in out and out[name].shape != shape:
             seen, fit = tuple(out[name].shape), tuple(shape)
-            raise TrainerError(f"{_hugging_face_names(name)[0]}: {name} is {seen}, the model's is {fit}")
+            raise TrainerError(f"{_hugging_face_names(name)[0]}: {name} is {seen}, but the model's is {fit}")
     return out
 
 
 def missing_heads(weights: dict[str, Tensor], model: ModelConfig) -> list[str]:
-    """Names, for people, of the heads that an import did not bring."""
+    """The heads missing from imported weights, by names for messages."""
     absent = [_head(name) for name in _shapes(model) if name not in weights]
     return list(dict.fromkeys(head for head in absent if head is not None))
 
 
 def unused_names(tensors: dict[str, Tensor], model: ModelConfig) -> list[str]:
-    """Names that ``from_hugging_face`` passes over: heads of other tasks, for example."""
+    """The names that ``from_hugging_face`` ignores, such as the heads of other tasks."""
     used = {target for name in _shapes(model) for target in _hugging_face_names(name)} | _TIED.keys()
     return sorted(n for n in _modern_names(tensors).keys() - used if not n.endswith("position_ids"))
 
 
 def _hugging_face_names(name: str) -> list[str]:
-    """The one name of a parameter there, or three (query, key, value) for the packed projection."""
+    """A parameter's name in Hugging Face's BERT, or three (query, key, value) for the packed projection."""
     if name in _NAMES:
         return [_NAMES[name]]
     prefix, names = "", _NAMES
@@ -128,7 +128,7 @@ def _hugging_face_names(name: str) -> list[str]:
 
 
 def _modern_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names as BertForPreTraining has them now: BertModel's get their prefix, old gamma and beta theirs."""
+    """The tensors under today's BertForPreTraining names: adds BertModel's prefix, and renames old gamma and beta."""
     prefix = "" if any(name.startswith("bert.") for name in tensors) else "bert."
     out = {}
     for name, tensor in tensors.items():
@@ -138,7 +138,7 @@ def _modern_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _head(name: str) -> str | None:
-    """Which head a parameter of ours belongs to; None for the encoder."""
+    """The head that one of our parameters belongs to; None for the encoder."""
     return _HEADS.get(name.split("_")[0])
 
 
@@ -152,7 +152,7 @@ def _check_shapes(weights: dict[str, Tensor], model: ModelConfig) -> None:
     if absent := sorted(shapes.keys() - weights.keys()):
         raise TrainerError(f"the weights lack {len(absent)} tensors, {absent[0]} first")
     if foreign := sorted(weights.keys() - shapes.keys()):
-        raise TrainerError(f"the weights hold {len(foreign)} unknown tensors, {foreign[0]} first")
+        raise TrainerError(f"the weights contain {len(foreign)} unknown tensors, {foreign[0]} first")
     for name, shape in shapes.items():
         if weights[name].shape != shape:
             seen = "empty" if weights[name].numel() == 0 else tuple(weights[name].shape)

@@ -1,7 +1,7 @@
-"""The model card of an export: README.md and a picture, of what the run itself recorded and of nothing else.
+"""Writes the model card of an export: README.md and a figure, only from what the run itself recorded.
 
-Read are the checkpoint's record, the journal beside it, and the manifests of the shards, where they are still at hand
-and are those that the run was trained on.
+The sources are the checkpoint's record, the run's journal, and the manifests of the shards if they are still available
+and unchanged since the run.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from trainer.model.bert import ModelConfig
 from trainer.monitor.journal import JOURNAL, SPENT, Record, lines
 
 PICTURE = "learning.png"
-_SOURCES = 20  # corpus files that are named one by one
+_SOURCES = 20  # how many corpus files are listed by name
 _PAIRS = {"nsp": "next-sentence prediction", "sop": "sentence-order prediction"}
 _UNSTATED = "# state it before you publish this model: python -m trainer.export --license, or here"
 
 
 @dataclass
 class Journalled:
-    """What the journal says up to a step."""
+    """The contents of a journal up to a step."""
 
-    heldout: dict[int, Record] = field(default_factory=dict)  # by number of the phase: its last evaluation
-    attempts: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # ranks of each, and its seconds
-    facts: dict[str, str] = field(default_factory=dict)  # what the last one said of itself
+    heldout: dict[int, Record] = field(default_factory=dict)  # number of a phase: its last evaluation
+    attempts: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # ranks and seconds of each attempt
+    facts: dict[str, str] = field(default_factory=dict)  # the start record of the last attempt
     times: list[float] = field(default_factory=list)  # of the first and the last line
 
     def take(self, record: Record, step: int, ends: Sequence[int]) -> None:
-        """Take note of the next line; evaluations up to ``step`` count, by the steps at which phases end."""
+        """Take the next record. Evaluations count up to ``step``; ``ends``: the steps at which the phases end."""
         if "time" in record:
             self.times = [*self.times[:1], float(record["time"])]
         match record.get("event"):
@@ -56,7 +56,7 @@ class Journalled:
 
 
 def write_card(folder: Path, found: Checkpoint, licence: str | None, language: str | None) -> None:
-    """Write the card of checkpoint ``found`` into ``folder``, and draw its curves where there is a journal."""
+    """Write the card of checkpoint ``found`` into ``folder``, with its learning curves if there is a journal."""
     record, config = found.record, found.record["config"]
     said = read_journal(found.folder.parent / JOURNAL, record["state"]["step"], config["phases"])
     sections = [
@@ -69,7 +69,7 @@ def write_card(folder: Path, found: Checkpoint, licence: str | None, language: s
         _draw(found.folder.parent, folder / PICTURE)
         sections.append(f"## Learning curves\n\n![losses and accuracies, training and held out]({PICTURE})")
         if said.heldout:
-            sections.append("## Held-out figures\n\n" + _heldout(said, config["phases"], record["state"]["step"]))
+            sections.append("## Held-out metrics\n\n" + _heldout(said, config["phases"], record["state"]["step"]))
         sections.append("## Hardware and time\n\n" + _hardware(said))
         sections.append("## Versions\n\n" + _versions(said.facts, record))
     sections.append("## Limits\n\n" + _limits(said))
@@ -77,9 +77,9 @@ def write_card(folder: Path, found: Checkpoint, licence: str | None, language: s
 
 
 def read_journal(path: Path, step: int, phases: Sequence[dict[str, Any]]) -> Journalled | None:
-    """None where there is no journal, or none that begins as one does now and holds a step.
+    """The contents of a journal up to ``step``; None if it is missing, too old, or contains no step.
 
-    Raises TrainerError for a file that is no journal.
+    Raises TrainerError if the file is not a journal.
     """
     if not path.is_file():
         return None
@@ -89,7 +89,7 @@ def read_journal(path: Path, step: int, phases: Sequence[dict[str, Any]]) -> Jou
             said.take(record, step, ends)
             stepped = stepped or record.get("event") == "step"
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise TrainerError(f"{path} holds a line that no trainer wrote ({shown(error)}): move it away") from None
+        raise TrainerError(f"{path} contains an invalid record ({shown(error)}): move it away") from None
     return said if stepped and said.facts and said.times else None
 
 
@@ -132,7 +132,7 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
             known = recorded(record)
             told = "" if known is None else f" Their tokenizer has sha256 `{known}`."
             yield (
-                f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not at hand for this card.{told}"
+                f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not available for this card.{told}"
             )
             continue
         corpus, settings, counts = manifest.corpus, manifest.settings, manifest.counts
@@ -158,7 +158,7 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table of Markdown."""
+    """A Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
 
 
@@ -180,8 +180,8 @@ def _recipe(record: dict[str, Any]) -> str:
         [
             markdown_table(("phase", "length", "steps", "batch", "peak rate", "warm-up steps", "decay"), rows),
             f"- optimizer: {config['optimizer']['name']} ({optimizer})\n"
-            f"- dropout {model['dropout']:g}, of the attention {model['attention_dropout']:g}; GELU "
-            f"{'exact' if model['gelu'] == 'none' else 'by tanh'}\n"
+            f"- dropout {model['dropout']:g}, attention dropout {model['attention_dropout']:g}; GELU "
+            f"{'exact' if model['gelu'] == 'none' else 'approximated by tanh'}\n"
             f"- precision {record['precision']}, ZeRO stage {config['engine']['zero_stage']}, seed "
             f"{config['run']['seed']}; {state['skipped']:,} steps skipped, {state['restarts']:,} restarts",
         ]
@@ -212,9 +212,9 @@ def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], step: int) -> s
         for number, record in sorted(said.heldout.items())
     ]
     head = ("phase", "step", "date", *(name.replace("_", " ") for name in shown))
-    note = "Losses in nats; `mask`: where [MASK] stands alone, `mlm`: of all targets. Static masks."
+    note = "Losses are in nats. `mlm` covers all targets, `mask` only those replaced by [MASK]. Masks are static."
     last = max(record["step"] for record in said.heldout.values())
-    note += "" if last == step else f" These weights are of step {step:,}."
+    note += "" if last == step else f" These weights are from step {step:,}."
     return f"{markdown_table(head, rows)}\n\n{note}"
 
 
@@ -237,8 +237,8 @@ def _hardware(said: Journalled) -> str:
     split = ", ".join(f"{on} {_hours(value)}" for on, value in hours.items() if value)
     return (
         f"{facts['ranks']} rank(s) on {device} in the last of {len(said.attempts)} attempt(s), from "
-        f"{_day(said.times[0])} to {_day(said.times[-1])}: {_hours(math.fsum(hours.values()))} {unit}, all attempts "
-        f"together ({split})."
+        f"{_day(said.times[0])} to {_day(said.times[-1])}: {_hours(math.fsum(hours.values()))} {unit} over all "
+        f"attempts ({split})."
     )
 
 
@@ -255,9 +255,9 @@ def _versions(facts: dict[str, str], record: dict[str, Any]) -> str:
 
 
 def _limits(said: Journalled | None) -> str:
-    figures = "the held-out figures above" if said is not None and said.heldout else "what stands above"
+    figures = "the held-out metrics above" if said is not None and said.heldout else "what is stated above"
     return (
-        f"Of this model nothing is known but {figures}. The run evaluated it on no task, on no text of another kind "
-        "than its shards', and not for bias, toxicity, or memorised or private text, which a corpus may hold. It fills "
-        "in masked words and is meant to be fine-tuned; it is no source of facts."
+        f"Nothing is known about this model except {figures}. It has not been evaluated on any task, on text unlike "
+        "its training data, or for bias, toxicity, or memorized private text, which a corpus may contain. It fills in "
+        "masked words and is meant to be fine-tuned; it is not a source of facts."
     )

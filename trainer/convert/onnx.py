@@ -1,8 +1,8 @@
-"""ONNX: the trained model as one file for other runtimes, and the proof, by onnxruntime, that it is the same model.
+"""Exports the trained model to ONNX for other runtimes, and verifies with onnxruntime that it is the same model.
 
-``model.onnx`` has the inputs that ``transformers``' tokenizers give, (batch, sequence) int64 each, and as outputs
-what Hugging Face's optimum looks for under the task's name. Batch and sequence may have any size, up to the model's
-positions. Padding is masked, so it changes nothing.
+The inputs of ``model.onnx`` are those that ``transformers``' tokenizers produce, (batch, sequence) int64 each. Its
+outputs are those that Hugging Face's optimum expects for the task. Batch and sequence may have any size, up to the
+model's positions. Padding is masked and does not affect the result.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from trainer.errors import TrainerError
 from trainer.model.batch import MicroBatch
 from trainer.model.bert import Bert, ModelConfig, pool
 
-OPSET = 18  # the first with all that is used, of 2022: old runtimes read it, too
+OPSET = 18  # the first with every operation used here; it dates from 2022, so old runtimes support it too
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-OUTPUTS = {  # task, as optimum calls it: names of what it gives
+OUTPUTS = {  # optimum's name of a task: names of its outputs
     "fill-mask": ("logits", "seq_relationship_logits"),  # (batch, sequence, vocabulary), (batch, 2)
     "feature-extraction": ("last_hidden_state", "pooler_output"),  # (batch, sequence, hidden), (batch, hidden)
 }
-# Largest difference of an output, as a share of the largest. onnxruntime fuses and orders fp32 sums in its own way, on
-# each processor another; a wrong activation, mask or LayerNorm epsilon shows as 1e-3 and more.
+# Largest allowed difference of an output, as a share of the largest. onnxruntime fuses and orders fp32 sums differently
+# on each processor; a wrong activation, mask or LayerNorm epsilon shows as 1e-3 or more.
 TOLERANCE = 1e-4
-_LARGEST_FILE = 1_800_000_000  # bytes of weights in the file itself: a protocol buffer ends at 2 GB
+_LARGEST_FILE = 1_800_000_000  # bytes of weights inside the file: a protocol buffer is limited to 2 GB
 
 
 class Padded(nn.Module):
-    """A BERT over a padded batch, in PyTorch's plain operations alone; it shares the other's weights."""
+    """A BERT for padded batches that uses only plain PyTorch operations and shares the weights of ``bert``."""
 
     def __init__(self, bert: Bert, task: str) -> None:
         """``task``: one of OUTPUTS."""
@@ -49,7 +49,7 @@ class Padded(nn.Module):
         self.decoder_bias[bert.predicted :] = SILENT
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of the task, in the order of OUTPUTS; all inputs (B, S) int64."""
+        """The outputs of the task, in the order of OUTPUTS. All inputs are (B, S) int64."""
         bert, model = self.bert, self.bert.model
 
         def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -85,14 +85,14 @@ class Padded(nn.Module):
 def export_checked(
     weights: dict[str, Tensor], model: ModelConfig, task: str, path: Path, batch: MicroBatch, fillers: int = 0
 ) -> float:
-    """Write ``path`` and compare it on ``batch``, and on its sequences alone; what :func:`check` returns.
+    """Write ``path``, and return the result of :func:`check` on ``batch``.
 
-    ``fillers``: pieces at the vocabulary's end that get no probability.
+    ``fillers``: number of pieces at the end of the vocabulary that get zero probability.
 
-    Raises TrainerError where a library that it needs is not installed, and as :func:`check` does.
+    Raises TrainerError if a required library is not installed, or if :func:`check` does.
     """
     if missing := [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]:
-        raise TrainerError(f"--onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}, or leave it out")
+        raise TrainerError(f"--onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}, or drop --onnx")
     bert = Bert(model, fillers=fillers)
     bert.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     write(bert, task, path)
@@ -102,11 +102,11 @@ def export_checked(
 def write(bert: Bert, task: str, path: Path) -> None:
     """Write the model's graph and weights."""
     module, longest = Padded(bert.eval(), task).eval(), bert.model.max_positions
-    examples = tuple(torch.ones(2, min(longest, 8), dtype=torch.int64) for _ in INPUTS)  # one twice would be one input
+    examples = tuple(torch.ones(2, min(longest, 8), dtype=torch.int64) for _ in INPUTS)  # separate: no shared input
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=longest)}
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision, which nothing here uses
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns about torchvision, which is not needed here
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # about its own future
+        warnings.simplefilter("ignore")  # deprecation warnings of the exporter
         torch.onnx.export(
             module,
             examples,
@@ -122,9 +122,10 @@ def write(bert: Bert, task: str, path: Path) -> None:
 
 
 def check(path: Path, bert: Bert, task: str, batch: MicroBatch) -> float:
-    """The largest difference of what onnxruntime gives from ours, unpadded, as a share of the largest.
+    """The largest difference between onnxruntime's outputs and our unpadded ones, as a share of the largest.
 
-    The batch is given padded, as a whole, and each sequence alone. Raises TrainerError beyond TOLERANCE.
+    onnxruntime gets the padded batch as a whole, and then each sequence on its own. Raises TrainerError if the
+    difference exceeds TOLERANCE.
     """
     session = import_module("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
     names, lengths = list(OUTPUTS[task]), batch.cu_seqlens.diff()
@@ -143,14 +144,14 @@ def check(path: Path, bert: Bert, task: str, batch: MicroBatch) -> float:
     found.append(tuple(torch.cat([torch.from_numpy(each[k]).flatten(0, -2) for each in alone]) for k in (0, 1)))
     expected = _ours(bert, task, batch)
     worst = max(difference(ours, theirs) for pair in found for ours, theirs in zip(expected, pair, strict=True))
-    if not worst <= TOLERANCE:  # so written, NaN fails
-        raise TrainerError(f"{path}: its outputs differ from the weights' own by {worst:.1e}; {TOLERANCE} is allowed")
+    if not worst <= TOLERANCE:  # written so that NaN fails
+        raise TrainerError(f"{path}: outputs differ from Lambert's by {worst:.1e}; only {TOLERANCE} is allowed")
     return worst
 
 
 @torch.no_grad()
 def _ours(bert: Bert, task: str, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """What the task gives for all T tokens of the unpadded batch, and for its B sequences."""
+    """Our outputs of the task, for all T tokens of the unpadded batch and for its B sequences."""
     if task == "fill-mask":
         return bert.logits(replace(batch, masked=torch.arange(len(batch.tokens))))
     x = bert.encode(batch)

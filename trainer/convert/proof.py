@@ -1,7 +1,7 @@
-"""Proof that transformers takes an exported folder for what it is: every setting, every token's id, how it cuts text.
+"""Checks that transformers reads an exported folder correctly: every setting, every token id, and tokenized text.
 
-Logits cannot show a wrong dropout, padding id, label name or special token; so what transformers builds from the folder
-is compared with the model and the tokenizer, field by field.
+Logits do not reveal a wrong dropout, padding id, label name or special token. So the model and the tokenizer that
+transformers builds from the folder are compared with ours, field by field.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from data_prep.tokenizer import CLEANING, CONTINUING, DEFAULTS, Tokenizer
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
 
-Facts = dict[str, tuple[Any, Any]]  # by name in the folder's file: what transformers takes it for, and what it is
+Facts = dict[str, tuple[Any, Any]]  # name in the folder's file: the value that transformers sees, and the right one
 
-_MOST_PIECES = 2_000  # of the vocabulary, in the texts that both tokenizers cut
+_MOST_PIECES = 2_000  # how many pieces of the vocabulary go into the texts for comparing the tokenizers
 _TEXTS = (
     "Crème brûlée, naïve: 3.14 (§5)!",
     "東京 is 1,300 km away",
@@ -30,7 +30,7 @@ _TEXTS = (
 
 
 def config_facts(folder: Path, theirs: Any, kind: str, model: ModelConfig, pad: int) -> Facts:
-    """The fields of config.json that all exports have. ``theirs``: the folder's model as transformers built it."""
+    """The fields of config.json that all exports share. ``theirs``: the model that transformers built from it."""
     bert = theirs.bert
     tables, layer = bert.embeddings, bert.encoder.layer[0]
     written = json.loads((folder / "config.json").read_text("utf-8"))
@@ -57,7 +57,7 @@ def config_facts(folder: Path, theirs: Any, kind: str, model: ModelConfig, pad: 
 
 
 def tokenizer_facts(folder: Path, theirs: Any, tokenizer: Tokenizer, model: ModelConfig) -> Facts:
-    """The settings of the folder's tokenizer. ``theirs``: as transformers built it."""
+    """The settings of the folder's tokenizer. ``theirs``: the tokenizer that transformers built from it."""
     written = DEFAULTS | json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     ids = {
         f"{name}_token_id": (getattr(theirs, f"{name}_token_id"), i) for name, i in asdict(tokenizer.specials).items()
@@ -74,23 +74,23 @@ def tokenizer_facts(folder: Path, theirs: Any, tokenizer: Tokenizer, model: Mode
 
 
 def require_equal(path: Path, facts: Facts) -> None:
-    """Raises TrainerError naming the first field that transformers takes for something else than it is."""
+    """Raise TrainerError, naming the field, if transformers sees a wrong value."""
     for name, (found, wanted) in facts.items():
         if found != wanted:
-            raise TrainerError(f"{path}: transformers takes {name} for {found!r}; it is {wanted!r}")
+            raise TrainerError(f"{path}: transformers reads {name} as {found!r}, but it should be {wanted!r}")
 
 
 def check_tokenizer(folder: Path, tokenizer: Tokenizer, model: ModelConfig) -> None:
     """Compare the folder's tokenizer, as transformers loads it, with ``tokenizer``.
 
-    Raises TrainerError for another setting, another token with an id, or a text that is cut otherwise.
+    Raises TrainerError if a setting, the token of an id, or the tokens of a text differ.
     """
     import transformers
 
     theirs: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     require_equal(folder / "tokenizer_config.json", tokenizer_facts(folder, theirs, tokenizer, model))
     named = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["tokenizer_class"]
-    if not hasattr(transformers, named):  # it takes a class of its own choice then, today
+    if not hasattr(transformers, named):  # transformers would silently fall back to another class
         raise TrainerError(f"{folder / 'tokenizer_config.json'}: transformers has no tokenizer_class {named!r}")
     ids = {number: piece for piece, number in theirs.get_vocab().items()}
     named = {f"token {number}": (ids.get(number), piece) for number, piece in enumerate(tokenizer.pieces)}

@@ -1,4 +1,8 @@
-"""Weights from wherever they are: a checkpoint, a run, a plain file, or a Hugging Face folder."""
+"""Loads model weights from any source: a run, a checkpoint, a plain weights file, or a Hugging Face folder.
+
+It also starts a run from such weights, and writes the plain file: one safetensors file under Lambert's names, whose
+metadata record the model and the tokenizer's sha256.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +30,23 @@ from trainer.engine.partition import fill_masters
 from trainer.errors import TrainerError, shortage
 from trainer.model.bert import Bert, Encoder, ModelConfig
 
-PLAIN = "weights.safetensors"  # in a folder of fine-tuning, where no class of transformers' has its head
-# no weight means another thing under another one
+PLAIN = "weights.safetensors"  # in a fine-tuned model's folder if transformers has no class with its head
+# settings that may differ, because they do not change what the weights mean
 _FREE = ("dropout", "attention_dropout", "initializer_range", "decoder_prior")
 
 
 @dataclass(frozen=True)
 class PlainWeights:
-    """Parameters by Lambert's names, whole."""
+    """Whole parameters under Lambert's names."""
 
     tensors: dict[str, Tensor]
-    model: ModelConfig | None  # None: its source does not say
+    model: ModelConfig | None  # None: the source does not say
     heads_may_lack: bool = False
-    tokenizer: Path | None = None  # the folder of the tokenizer that lies with them
-    sha256: str | None = None  # of the tokenizer that they were trained with, which proves that folder; None: not said
+    tokenizer: Path | None = None  # the folder of the tokenizer that came with the weights
+    sha256: str | None = None  # of the tokenizer that they were trained with; None: the source does not say
 
     def load_tokenizer(self, path: Path) -> Tokenizer:
-        """The tokenizer in the folder ``tokenizer``, proven; ``path``: of the weights. Raises TrainerError."""
+        """Load and verify the tokenizer. ``path``: where the weights are. Raises TrainerError."""
         assert self.tokenizer is not None
         return load_trained(self.tokenizer, self.sha256, path)
 
@@ -54,10 +58,10 @@ def start_from(
     tell: Callable[[str], None],
     tokenizer: Path | None = None,
 ) -> None:
-    """Fill this rank's masters, in place, with the weights at ``path``, as :func:`read` takes it.
+    """Fill this rank's masters in place with the weights at ``path``, any source that :func:`read` accepts.
 
-    Heads that a Hugging Face folder lacks stay as they are, and so do the moments. Raises TrainerError if the
-    weights are of another model than ``model``, or of another vocabulary than the shards' ``tokenizer`` folder.
+    Heads that a Hugging Face folder lacks stay as they are, and so do the moments. Raises TrainerError if the weights
+    do not fit ``model``, or if their vocabulary is not that of the shards' ``tokenizer`` folder.
     """
     partition = optimizer.partition
     assert partition is not None
@@ -71,14 +75,14 @@ def fitting(
     tell: Callable[[str], None],
     tokenizer: Path | None = None,
 ) -> dict[str, Tensor]:
-    """The weights at ``path`` by name, whole; heads may be missing. ``wanted``: the parameters of ``model``.
+    """The whole weights at ``path`` by name; heads may be missing. ``wanted``: the parameters of ``model``.
 
-    Raises TrainerError as :func:`start_from`.
+    Raises TrainerError if the weights do not fit the model or the tokenizer, as :func:`start_from` does.
     """
     given = read(path, tell)
     if tokenizer is not None:
         _require_vocabulary(path, given, tokenizer, tell)
-        if "decoder_bias" in given.tensors:  # an export's, of fillers, would be all of a LAMB norm
+        if "decoder_bias" in given.tensors:  # an export's bias of fillers would dominate a LAMB norm
             given.tensors["decoder_bias"][model.vocab_size - load_tokenizer(tokenizer).fillers :] = 0
     if given.model is not None:
         theirs, ours = asdict(given.model), asdict(model)
@@ -86,7 +90,8 @@ def fitting(
             f"{k} is {theirs[k]} there, {ours[k]} here" for k in ours if theirs[k] != ours[k] and k not in _FREE
         ]:
             raise TrainerError(
-                f"run.weights: {path} is of another model ({'; '.join(different)}): correct the one or the other"
+                f"run.weights: {path} comes from another model ({'; '.join(different)}): change the model section, or "
+                "name other weights"
             )
     shapes = {name: tensor.shape for name, tensor in given.tensors.items()}
     kept = {n: s for n, s in wanted.items() if n not in shapes} if given.heads_may_lack else {}
@@ -95,12 +100,12 @@ def fitting(
 
 
 def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
-    """The weights of a file that :func:`write` wrote, of a run's or a checkpoint's folder, or of a Hugging Face one.
+    """Read weights from a run, a checkpoint, a Hugging Face folder, or a file that :func:`write` wrote.
 
-    Also of a folder with such a file named weights.safetensors, as fine-tuning leaves one: the encoder in it, and what
-    heads of pre-training there are. ``tell`` is told what a folder lacks, what of it is not used, and which damaged
-    checkpoints are passed over, and what of it nothing proves. Raises TrainerError for anything else, for damage, and
-    for NaN or infinity.
+    A fine-tuned model's folder with its file weights.safetensors works too: it gives the encoder and the pre-training
+    heads that it has. ``tell`` receives a line about missing heads, unused weights, skipped damaged
+    checkpoints, and a tokenizer that cannot be verified. Raises TrainerError for any other path, for damage, and for
+    NaN or infinity.
     """
     if path.is_dir():
         path = source(path, tell)
@@ -110,15 +115,15 @@ def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
 
 
 def source(path: Path, tell: Callable[[str], None]) -> Path:
-    """The folder that is read of a folder: itself, or the newest whole checkpoint in it. Raises TrainerError."""
+    """The folder to read weights from: ``path``, or the newest complete checkpoint in it. Raises TrainerError."""
     if (path / "config.json").is_file():
         return path
     if named(path) or (path / "checkpoint.json").is_file():
         return find(path, tell).folder
     if not (path / PLAIN).is_file():
         raise TrainerError(
-            f"{path} holds neither the config.json of a Hugging Face BERT nor a checkpoint: name the folder of the "
-            "one, or a run's"
+            f"{path} contains neither the config.json of a Hugging Face BERT nor a checkpoint: name a folder with one "
+            "of them, such as a run's"
         )
     return path
 
@@ -140,8 +145,8 @@ def _read_folder(path: Path, tell: Callable[[str], None]) -> PlainWeights:
 
 
 def _recorded_in(path: Path) -> str | None:
-    """The tokenizer's sha256 by an export's weights; None for another Hugging Face folder's."""
-    safe = path / "model.safetensors"  # read before
+    """The tokenizer's sha256 stored in an export's weights; None for any other Hugging Face folder."""
+    safe = path / "model.safetensors"  # already read successfully
     if not safe.is_file():
         return None
     with safe_open(safe, framework="pt") as file:
@@ -149,9 +154,9 @@ def _recorded_in(path: Path) -> str | None:
 
 
 def _of_bert(path: Path, given: PlainWeights, tell: Callable[[str], None]) -> tuple[dict[str, Tensor], ModelConfig]:
-    """What Bert has a place for; the encoder must be whole."""
+    """The weights that Bert has parameters for, and the model; the encoder must be complete."""
     if given.model is None:
-        raise TrainerError(f"{path / PLAIN} does not say which model its weights are of: write it again")
+        raise TrainerError(f"{path / PLAIN} does not describe the model of its weights: write it again")
     with torch.device("meta"):
         bert, encoder = (
             {name: tensor.shape for name, tensor in kind(given.model).state_dict().items()} for kind in (Bert, Encoder)
@@ -180,16 +185,16 @@ def _read_file(path: Path) -> PlainWeights:
         if shortage(error):
             raise
         raise TrainerError(
-            f"{path} cannot be read as weights ({' '.join(str(error).split())}): name a file of trainer.weights, a "
-            "run's folder, or a Hugging Face BERT's"
+            f"{path} cannot be read as weights ({' '.join(str(error).split())}): name a file written by "
+            "trainer.weights, or the folder of a run or of a Hugging Face BERT"
         ) from None
 
 
 def _require_vocabulary(path: Path, given: PlainWeights, ours: Path, tell: Callable[[str], None]) -> None:
-    """Raises TrainerError where the tokens of ``path`` are not, one by one, those of the shards' tokenizer ``ours``."""
-    remedy = "name weights of the shards' vocabulary, or build the shards with that one"
+    """Raise TrainerError unless the tokens of ``path`` are exactly those of the shards' tokenizer ``ours``."""
+    remedy = "use weights with the shards' vocabulary, or build the shards with that of the weights"
     if given.tokenizer is None and given.sha256 is None:
-        tell(f"{path} names no vocabulary: that of the shards is taken to be its own")
+        tell(f"{path} does not record its vocabulary: assuming that of the shards")
         return
     try:
         theirs = None if given.tokenizer is None else given.load_tokenizer(path)
@@ -199,32 +204,33 @@ def _require_vocabulary(path: Path, given: PlainWeights, ours: Path, tell: Calla
     if shards.sha256() == (given.sha256 if theirs is None else theirs.sha256()):
         return
     if theirs is None:
-        raise TrainerError(f"run.weights: {path} is of another tokenizer than the shards (sha256 differs): {remedy}")
+        raise TrainerError(
+            f"run.weights: {path} was trained with a different tokenizer from the shards' (sha256 differs): {remedy}"
+        )
     pairs = zip_longest(theirs.pieces, shards.pieces)
     for number, (there, here) in enumerate(pairs):
         if there != here:
             seen = ["absent" if piece is None else repr(piece) for piece in (there, here)]
             raise TrainerError(
-                f"run.weights: {path} has another vocabulary than the shards: token {number} is {seen[0]} there, "
+                f"run.weights: {path} has a different vocabulary from the shards: token {number} is {seen[0]} there, "
                 f"{seen[1]} in the shards: {remedy}"
             )
     tell(
-        f"warning: {path} has the shards' vocabulary, but cleans its text in another way (case, accents, emoji, added "
-        "tokens)"
+        f"warning: {path} has the shards' vocabulary, but cleans text differently (case, accents, emoji, added tokens)"
     )
 
 
 def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tuple[Bert, Path, list[str]]:
-    """A model to use, fp32, on the CPU; the folder of its tokenizer; the names of heads that it lacks, left random.
+    """Load a model, fp32, on the CPU. Returns it, its tokenizer's folder, and the names of missing heads, left random.
 
-    ``path``: a folder that :func:`read` takes; ``tell`` is told of damaged checkpoints that are passed over, and of a
-    tokenizer that nothing proves, or that is smaller than the model. Raises TrainerError for anything else, and for
-    another tokenizer than the recorded one.
+    ``path``: a folder that :func:`read` accepts. ``tell`` receives warnings about skipped damaged checkpoints, and if
+    the tokenizer cannot be verified or is smaller than the model. Raises TrainerError for any other path, and if the
+    tokenizer is not the recorded one.
     """
     told: list[str] = []
     given = read(source(path, tell) if path.is_dir() else path, told.append)
     for line in told:
-        if line.startswith("warning:"):  # what heads are missing is told by who needs them
+        if line.startswith("warning:"):  # callers that need a missing head report it themselves
             tell(line)
     if given.model is None or given.tokenizer is None:
         raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
@@ -239,16 +245,16 @@ def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tu
 
 
 def write(weights: dict[str, Tensor], model: ModelConfig, out: Path, tokenizer: str | None = None) -> None:
-    """Write whole fp32 parameters as one file, whole or not at all; ``tokenizer``: its sha256, where it is known.
+    """Write whole fp32 parameters atomically to one file. ``tokenizer``: the tokenizer's sha256, if known.
 
-    Raises TrainerError if ``out`` is there, or its folder is not.
+    Raises TrainerError if ``out`` already exists, or its folder does not.
     """
     require_new(out)
     draft = temporary(out)
     try:
         known = {} if tokenizer is None else {"tokenizer": tokenizer}
         save_file(weights, draft, metadata={"model": json.dumps(asdict(model)), **known})
-        draft.chmod(0o644)  # safetensors leaves it to its owner alone
+        draft.chmod(0o644)  # safetensors makes it readable by its owner only
         sync(draft)
         draft.replace(out)
     except (OSError, SafetensorError):
@@ -258,8 +264,8 @@ def write(weights: dict[str, Tensor], model: ModelConfig, out: Path, tokenizer: 
 
 
 def require_new(out: Path) -> None:
-    """Raises TrainerError if a file to write is there, or its folder is not."""
+    """Raise TrainerError if an output file already exists, or its folder does not."""
     if out.exists():
-        raise TrainerError(f"{out} is already there: name a file that is not")
+        raise TrainerError(f"{out} already exists: choose another file name")
     if not out.parent.is_dir():
-        raise TrainerError(f"{out.parent}, the folder of {out.name}, is not there: make it, or name another")
+        raise TrainerError(f"{out.parent}, the folder of {out.name}, does not exist: create it, or name another")

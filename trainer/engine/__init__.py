@@ -1,1 +1,1 @@
-"""One optimizer step: DeepSpeed ZeRO, LAMB and Adam, the loss scale and the learning rate."""
+"""Everything behind an optimizer step: DeepSpeed ZeRO, LAMB and Adam, the loss scale, the learning rate."""

@@ -1,8 +1,8 @@
-"""The engine: one optimizer step over any number of micro-batches, on DeepSpeed's ZeRO.
+"""The engine: one optimizer step over any number of micro-batches, on top of DeepSpeed ZeRO.
 
-The only file that imports DeepSpeed, and only to make an engine: it takes seconds, and chooses its
-accelerator as it is imported. Its configuration is derived here from Lambert's own, with every
-default that matters stated; nobody writes one by hand.
+This is the only file that imports DeepSpeed, and it does so only when it builds an engine: the import takes
+seconds and picks the accelerator. DeepSpeed's configuration is derived here from Lambert's, with every default
+that matters written out; nobody writes one by hand.
 """
 
 from __future__ import annotations
@@ -36,37 +36,36 @@ ALIGNED = 64  # elements
 class EngineConfig:
     """Sharding and precision."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1  # sharded over the ranks: 1 the optimizer, 2 also gradients, 3 also weights
+    zero_stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 1 the optimizer state, 2 also gradients, 3 also weights
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0
-    offload_optimizer: bool = False  # fp32 weights and moments lie, and are stepped over, in the host's memory
+    offload_optimizer: bool = False  # keep fp32 weights and moments in host memory, and update them there
     kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on GPUs, PyTorch on CPUs
-    initial_loss_scale: float = 2.0**16  # fp16 only
-    loss_scale_growth_interval: int = 1000  # good steps in a row before the scale doubles
+    initial_loss_scale: float = 2.0**16  # fp16 only: the loss scale of the first step, a power of two
+    loss_scale_growth_interval: int = 1000  # steps in a row without overflow before the loss scale doubles
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """Every invalid setting, with what to change."""
         found = []
         if self.precision in ("fp16", "bf16") and self.zero_stage == 0:
             found.append(
-                f"precision {self.precision} does not run at zero_stage 0, where DeepSpeed would add up gradients in "
-                f"{self.precision}, too: set zero_stage to 1, 2 or 3, which add them up in fp32"
+                f"precision {self.precision} does not work with zero_stage 0, because DeepSpeed would accumulate "
+                f"gradients in {self.precision}: set zero_stage to 1, 2 or 3, which accumulate them in fp32"
             )
         if self.offload_optimizer and self.zero_stage == 0:
-            found.append(
-                "offload_optimizer does not go with zero_stage 0: set zero_stage to 1, 2 or 3, or leave it out"
-            )
+            found.append("offload_optimizer does not work with zero_stage 0: set zero_stage to 1, 2 or 3, or remove it")
         if self.offload_optimizer and self.kernels == "triton":
             found.append(
-                "offload_optimizer steps on processors, where Triton does not run: set kernels to auto or torch"
+                "offload_optimizer runs the optimizer on the CPU, where Triton does not run: set kernels to auto or "
+                "torch"
             )
-        if self.initial_loss_scale not in POWERS_OF_TWO:  # others would round what they scale
+        if self.initial_loss_scale not in POWERS_OF_TWO:  # any other scale would round the values it scales
             found.append(f"initial_loss_scale is {self.initial_loss_scale}: must be a power of two from 1 to 2^24")
         return found + outside(self, loss_scale_growth_interval=(1, MOST_STEPS))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did. Tensors stay on the device, so that nothing waits for them."""
+    """The outcome of one step. Tensors stay on the device, so nothing waits for them."""
 
     sums: Tensor  # (K,) fp64, the fields of the model's output, summed over this rank's micro-batches
     gradient_norm: Tensor  # () fp32, global, unscaled, before clipping; infinite when the gradients overflowed
@@ -76,40 +75,40 @@ class StepResult:
 
 
 def resolve_precision(config: EngineConfig, device: torch.device) -> str:
-    """The precision that runs on this device. Raises TrainerError where it cannot."""
+    """The precision to use on this device. Raises TrainerError if the device does not support it."""
     if config.precision == "auto":
         return "fp16" if device.type == "cuda" and config.zero_stage > 0 else "fp32"
     if config.precision == "fp16" and device.type == "cpu":
-        raise TrainerError("engine.precision is fp16 but this run is on CPUs: set it to auto, fp32 or bf16")
+        raise TrainerError("engine.precision is fp16, but this run is on CPUs: set it to auto, fp32 or bf16")
     return config.precision
 
 
 def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration, with every default that matters stated. Pure.
+    """DeepSpeed's configuration, with every default that matters written out. Pure.
 
-    ``parameters``: elements of the whole model; the reduction bucket holds them all, so one collective
-    does, up to DeepSpeed's own bound. Under stage 3, which is there to save memory, it is smaller.
+    ``parameters`` is the number of elements in the whole model. The reduction bucket holds them all, up to
+    DeepSpeed's own limit, so one collective is enough. Stage 3 exists to save memory and gets a smaller bucket.
     """
     stage, offloads = config.zero_stage, config.offload_optimizer
     bucket = min(50_000_000 if stage == 3 else 500_000_000, parameters + parameters % 2)
-    apart = stage == 1 and precision == "bf16" and not offloads  # DeepSpeed has an optimizer of its own for it
+    apart = stage == 1 and precision == "bf16" and not offloads  # DeepSpeed uses a separate optimizer for this case
     return {
-        # Lambert cuts batches itself; DeepSpeed only checks that these three agree
+        # Lambert splits batches itself; DeepSpeed only checks that these three agree
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": ranks,
-        # the loss is already divided by the counts of the global batch; "sum" is refused at stage 3, whose
-        # division Partition.divisor takes back
+        # the loss is already divided by the counts of the global batch; stage 3 does not accept "sum", so
+        # Partition.divisor undoes its division
         "gradient_allreduce_op": "mean" if stage == 3 else "sum",
-        "gradient_clipping": 0.0,  # 1.0 by default; the optimizer clips, by the unscaled norm
+        "gradient_clipping": 0.0,  # 1.0 by default; our optimizer clips by the unscaled norm
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "steps_per_print": None,
         "wall_clock_breakdown": False,
-        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # static: trainer/engine/loss_scale.py scales
-        # not skipped like an overflow: bf16 has no scale that could come down, so a NaN must end the run
+        "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # static; trainer/engine/loss_scale.py scales
+        # do not skip the step as for an overflow: bf16 has no loss scale to lower, so a NaN must end the run
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": False},
-        "communication_data_type": "fp32" if apart else precision,  # there, of sums over all micro-batches
+        "communication_data_type": "fp32" if apart else precision,  # fp32 for sums over all micro-batches
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,  # trainer/engine/optimizer.py is exact under partitions, and tested
         "zero_force_ds_cpu_optimizer": False,
@@ -124,10 +123,12 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
             "parameter_alignment": False,
             "ignore_unused_parameters": True,
             "offload_optimizer": {"device": "cpu" if offloads else "none", "pin_memory": True},
-            "compute_grad_norm": stage in (0, 3) or apart or offloads,  # refused there; the optimizer knows the norm
-            "sub_group_size": 10**12,  # stage 3 calls the optimizer once for each: one, so one all-reduce of norms
+            # False is rejected in these cases; elsewhere our optimizer computes the norm
+            "compute_grad_norm": stage in (0, 3) or apart or offloads,
+            # stage 3 calls the optimizer once per sub-group: one group means one all-reduce of norms
+            "sub_group_size": 10**12,
             "stage3_prefetch_bucket_size": 50_000_000,
-            # parameters up to this stay gathered between steps: biases, beside whole matrices
+            # parameters up to this size stay gathered between steps: biases, but not matrices
             "stage3_param_persistence_threshold": min(100_000, parameters // 64),
             "stage3_max_live_parameters": 10**9,
             "stage3_max_reuse_distance": 10**9,
@@ -136,9 +137,9 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
 
 
 def _load_deepspeed() -> Any:
-    """DeepSpeed, told to leave out what it would compile on CPUs and share in 64 MiB of memory a rank, never freed.
+    """Import DeepSpeed without its shared-memory op for CPUs.
 
-    It serves inference alone.
+    DeepSpeed would compile that op and never free the 64 MiB per rank that it takes; only inference needs it.
     """
     import deepspeed
 
@@ -150,11 +151,11 @@ def _load_deepspeed() -> Any:
 class Engine(Generic[M]):
     """A model, its optimizer and its loss scale on this rank's device.
 
-    The model's ``forward(rows, keys)`` gives a named tuple of () tensors, sums over the micro-batch, whose
-    ``mean(counts)`` is this micro-batch's part of the global batch's loss.
+    The model's ``forward(rows, keys)`` returns a named tuple of scalar tensors, summed over the micro-batch. Its
+    ``mean(counts)`` is this micro-batch's share of the global batch's loss.
 
-    Attributes that a checkpoint holds: ``partition``, ``optimizer`` (moments, steps), ``loss_scale``. Where
-    ``gathers`` is True, a forward of ``model`` is a collective: all ranks make equally many, in the same order.
+    A checkpoint stores ``partition``, ``optimizer`` (moments, steps) and ``loss_scale``. If ``gathers`` is True, a
+    forward pass of ``model`` is a collective: every rank must make the same number of them, in the same order.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Engine(Generic[M]):
         seed: int,
         watch: Stopwatch | None = None,
     ) -> None:
-        # about DeepSpeed's own calls, once a rank
+        # DeepSpeed's own calls trigger one on every rank
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         self.world, self.seed, self.stage = world, seed, config.zero_stage
         self.watch = watch or Stopwatch(world.device)
@@ -174,8 +175,8 @@ class Engine(Generic[M]):
         self.precision = resolve_precision(config, world.device)
         self.parameters = sum(p.numel() for p in module.parameters())
         drawn = {n: p.detach().clone() for n, p in module.named_parameters()} if self.precision != "fp32" else {}
-        # DeepSpeed lays them out in this order. A matrix that does not begin at 16 bytes is multiplied by kernels of
-        # half the speed, so the two elements of a bias must not stand before one.
+        # DeepSpeed lays the parameters out in this order. A matrix that is not aligned to 16 bytes gets kernels of
+        # half the speed, so a two-element bias must not come before one.
         ordered = sorted(module.parameters(), key=lambda p: p.numel() % ALIGNED != 0)
         self.optimizer = make_optimizer(iter(ordered), optimizer)
         self._deepspeed, *_ = _load_deepspeed().initialize(
@@ -187,7 +188,7 @@ class Engine(Generic[M]):
         self._deepspeed.allreduce_gradients = self._timed(self._deepspeed.allreduce_gradients)
         self.model: M = self._deepspeed.module
         self.partition = read_partition(self._deepspeed, config.zero_stage)
-        fill_masters(self.partition, drawn)  # DeepSpeed made them from rounded weights
+        fill_masters(self.partition, drawn)  # DeepSpeed made the masters from rounded weights
         self.optimizer.bind(self.partition)
         halves = take_halves(self._deepspeed)
         self._gradients = None if halves is None else Gradients(halves, config.zero_stage, self.optimizer)
@@ -198,7 +199,7 @@ class Engine(Generic[M]):
 
     @property
     def versions(self) -> dict[str, str]:
-        """What really runs, by name."""
+        """The library versions and the precision actually in use, by name."""
         from deepspeed import __version__
 
         return {"deepspeed": __version__, "torch": torch.__version__, "precision": self.precision}
@@ -206,9 +207,9 @@ class Engine(Generic[M]):
     def step(self, batches: Sequence[Rows], counts: Any, step: int, rate: float) -> StepResult:
         """One optimizer step over this rank's micro-batches of a global batch.
 
-        The loss is the sum of ``output.mean(counts)`` over all micro-batches and ranks, so the same however the
-        global batch is cut. All ranks give the same number of micro-batches. ``step`` keys the
-        dropout; ``rate`` is the learning rate. Raises TrainerError when the loss scale is at its floor.
+        The loss is the sum of ``output.mean(counts)`` over all micro-batches and ranks, so it does not depend on how
+        the global batch is split. Every rank must pass the same number of micro-batches. ``step`` seeds the dropout;
+        ``rate`` is the learning rate. Raises TrainerError if gradients overflow with the loss scale at its floor.
         """
         self.model.train()
         self.optimizer.rate, self.optimizer.gradient_scale = rate, self.loss_scale.scale
@@ -224,22 +225,22 @@ class Engine(Generic[M]):
         elif not applied:
             raise NotFiniteError(
                 "the gradients are not finite: training diverged; lower the learning rate or lengthen the warm-up, and "
-                "start again from the last checkpoint"
+                "resume from the last checkpoint"
             )
         if not applied:
             return StepResult(sums, torch.full_like(self.optimizer.gradient_norm, torch.inf), None, False, used)
         return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, True, used)
 
     def close(self) -> None:
-        """Let go of what DeepSpeed's hooks hold, where a process makes several engines."""
+        """Release what DeepSpeed's hooks hold, for a process that builds several engines."""
         self._deepspeed.destroy()
 
     def refresh_weights(self) -> None:
-        """Make the weights those of the masters, after a checkpoint filled these."""
+        """Copy the masters to the model's weights, after a checkpoint filled the masters."""
         refresh_weights(self._deepspeed, self.stage)
 
     def _timed(self, reduce: Callable[..., None]) -> Callable[..., None]:
-        """What DeepSpeed calls at the end of each backward: it adds the gradients up, over micro-batches and ranks."""
+        """Time DeepSpeed's gradient reduction, which it calls at the end of each backward pass."""
 
         def timed(*arguments: Any, **options: Any) -> None:
             self.watch.begin("reduce")
@@ -264,7 +265,7 @@ class Engine(Generic[M]):
         return torch.stack([value.detach().double() for value in output])
 
     def _move(self) -> bool:
-        """Step by the gradients; False where these overflowed."""
+        """Apply the gradients. Returns False if they overflowed."""
         if self._gradients is not None:
             return self._gradients.step()
         self._deepspeed.step()

@@ -1,16 +1,16 @@
-"""Gradients in half precision under ZeRO 1 and 2: added up in fp32, reduced and stepped by, in few launches.
+"""Half-precision gradients under ZeRO 1 and 2: accumulated in fp32, reduced and applied in few kernel launches.
 
-DeepSpeed lays the weights out and cuts them; between a backward and the next forward it then works parameter by
-parameter, in Python, and BERT-Large has 390. Here a backward's gradients move in one launch, one collective reduces
-them, and one brings the weights back.
+DeepSpeed lays out and partitions the weights. Left to itself, it then works parameter by parameter in Python between
+a backward pass and the next forward pass, and BERT-Large has 390 parameters. Here one launch collects the gradients of
+a backward pass, one collective reduces them, and one collective gathers the new weights.
 
-    stage 1: each rank adds up its own micro-batches, all parameters, and reduces once a step
-    stage 2: each rank reduces every micro-batch, on GPUs while the next one is computed, and adds up its share alone
+    stage 1: each rank accumulates its own micro-batches, for all parameters, and reduces once per step
+    stage 2: each rank reduces every micro-batch, on GPUs while the next one is computed, and accumulates its share only
 
-Kept from step to step, in bytes a parameter: 2 for the row that is reduced; on several GPUs 2 / ranks for what comes
-of it; and, after a step of several micro-batches until one of a single one, 4 (stage 1) or 4 / ranks (stage 2) for the
-sums. A step that was begun is finished, or the process ends.
-While a row is filled, the gradients that autograd left are there, too.
+Memory kept from step to step, in bytes per parameter: 2 for the row that is reduced; on several GPUs, 2 / ranks for
+the result; and, after a step of several micro-batches, 4 (stage 1) or 4 / ranks (stage 2) for the sums, until a step
+has only one micro-batch. A step that has begun either finishes or ends the process.
+While a row is being filled, the gradients from autograd are still in memory as well.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from trainer.engine.partition import Halves
 
 
 class Gradients:
-    """One rank's gradients of ``halves``, from backward to the new weights. Every rank makes every call."""
+    """One rank's gradients of ``halves``, from backward pass to new weights. Every rank must make every call."""
 
     def __init__(self, halves: Halves, zero_stage: int, optimizer: LambertOptimizer) -> None:
         flat, share = halves.flat, halves.share
         self.halves, self.optimizer, self.whole = halves, optimizer, zero_stage == 1
-        self.ranks = flat.numel() // share.numel()  # DeepSpeed pads the row, so shares are equal and not empty
+        self.ranks = flat.numel() // share.numel()  # DeepSpeed pads the row, so shares are equal and never empty
         self.places = make_places([at for _, at in halves.placed], [p.numel() for p, _ in halves.placed], flat.device)
         self.own_places = make_places([0], [share.numel()], flat.device)
-        self.row = torch.zeros_like(flat)  # (size,), what goes over the ranks
+        self.row = torch.zeros_like(flat)  # (size,), what is reduced over the ranks
         self.scatters = flat.is_cuda and self.ranks > 1  # gloo sums the whole row, in place
         own = torch.empty_like(share) if self.scatters else self.row.chunk(self.ranks)[dist.get_rank()]
         self.reduced = own  # (size / ranks,), this rank's share of the ranks' sum
-        self.reduction: dist.Work | None = None  # under way
+        self.reduction: dist.Work | None = None  # in progress
         self.sums: Tensor | None = None  # fp32, (size,) at stage 1, else (size / ranks,); None for one micro-batch
-        self.summed: Tensor | None = None  # ``sums`` once they hold a micro-batch of this step
-        self.own: Tensor | None = None  # (size / ranks,), what the step goes by: ``reduced``, or stage 2's ``sums``
+        self.summed: Tensor | None = None  # ``sums`` once they include a micro-batch of this step
+        self.own: Tensor | None = None  # (size / ranks,), what the step applies: ``reduced``, or stage 2's ``sums``
         self.copy = torch.empty_like(share, device="cpu", pin_memory=share.is_cuda) if halves.offloaded else share
-        optimizer.copies = [self.copy]  # the new weights, beside their masters
+        optimizer.copies = [self.copy]  # the new weights, in half precision
 
     @torch.no_grad()
     def add(self, first: bool, last: bool) -> None:
-        """Take the gradients that a backward left, of the step's ``first`` or ``last`` micro-batch, or both."""
+        """Collect the gradients of a backward pass. A micro-batch may be the step's ``first``, ``last``, or both."""
         given = [parameter.grad for parameter, _ in self.halves.placed]
         for parameter, _ in self.halves.placed:
-            parameter.grad = None  # ``given`` holds them until the launch; later work waits for it, on the same stream
+            parameter.grad = None  # ``given`` keeps them until the launch; later work on the stream waits for it
         if first:
             self.sums, self.summed = None if last else self._new_sums(), None
         if self.whole and not last:
@@ -58,18 +58,18 @@ class Gradients:
             self.summed = self.sums
             return
         if not (self.whole or first):
-            self._collect()  # the micro-batch before this one; the row is free again
+            self._collect()  # the previous micro-batch; the row is then free again
         accumulate(self.row, given, self.places, self.summed if self.whole else None)
         self._reduce()
         if last:
             self.own = self._collect()
 
     def step(self) -> bool:
-        """Move the weights on all ranks; or nothing on any, and False, where a gradient overflowed on one of them.
+        """Update the weights on all ranks, or on none if a gradient overflowed on any rank; returns which.
 
-        Where the masters are in the host's memory, so is the step: this rank's share of the gradient goes there.
+        If the masters are in host memory, the update runs there too, on a copy of this rank's gradients.
 
-        Waits for the device: whether to step is decided here, from the ranks' common sum of squares.
+        Waits for the device, because the ranks' total sum of squares decides whether to step.
         """
         assert self.own is not None
         own, share = self.own.cpu() if self.halves.offloaded else self.own, self.halves.share
@@ -85,19 +85,19 @@ class Gradients:
         return True
 
     def _new_sums(self) -> Tensor:
-        """The sums of the last step, to be written over, if there are any. Padding is never written: it stays zero."""
+        """The buffer for this step's sums: the last step's if there is one, to be overwritten; padding stays zero."""
         size = self.row.numel() if self.whole else self.halves.share.numel()
         return torch.zeros(size, dtype=torch.float32, device=self.row.device) if self.sums is None else self.sums
 
     def _reduce(self) -> None:
-        """Begin to sum the row over the ranks."""
+        """Start summing the row over the ranks."""
         if self.scatters:
             self.reduction = dist.reduce_scatter_tensor(self.reduced, self.row, async_op=True)
         elif self.ranks > 1:
             dist.all_reduce(self.row)
 
     def _collect(self) -> Tensor:
-        """What this step's reductions came to so far, the one under way included."""
+        """This step's reduced gradients so far, including the reduction in progress."""
         if self.reduction is not None:
             self.reduction.wait()  # the stream waits, not this thread
             self.reduction = None

@@ -1,8 +1,8 @@
 """The dynamic loss scale of fp16, as a pure state machine.
 
-DeepSpeed runs with a static scale of 1 and Lambert scales by itself, because DeepSpeed 0.19.8 grows
-the scale before it unscales that step's gradients. Here a step is scaled and unscaled by one number,
-and the next number is decided after the step.
+DeepSpeed runs with a static scale of 1, and Lambert does the scaling, because DeepSpeed 0.19.8 grows the scale before
+it unscales that step's gradients. Here a step is scaled and unscaled by the same number, and the next scale is
+chosen after the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POWERS_OF_TWO = tuple(2.0**power for power in range(25))
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the next step and what its growth depends on. Powers of two, so scaling is exact."""
+    """The scale of the next step, and the state that decides its growth. Powers of two, so scaling is exact."""
 
     scale: float
     good_steps: int = 0  # since the last change or overflow
@@ -28,7 +28,7 @@ class LossScale:
 def next_scale(state: LossScale, overflow: bool) -> LossScale:
     """Halve after an overflow, double after ``growth_interval`` good steps in a row.
 
-    Raises TrainerError when an overflow meets the floor: the gradients themselves are not finite.
+    Raises TrainerError on an overflow at the floor: the gradients themselves are not finite.
     """
     if overflow:
         if state.scale <= state.floor:

@@ -1,14 +1,12 @@
-"""LAMB and Adam as PyTorch optimizers that DeepSpeed drives, exact under every partition of ZeRO.
+"""LAMB and Adam as PyTorch optimizers that DeepSpeed drives, exact under every ZeRO partition.
 
-DeepSpeed hands an optimizer flat buffers that cut through tensors and calls ``step`` on them. These
-optimizers step over the :class:`~trainer.engine.partition.Partition` instead, so they know which tensor an
-element belongs to: the decay, the trust ratio and every norm are those of whole tensors, and the
-padding of the buffers is never read into one.
+DeepSpeed hands an optimizer flat buffers that cut through tensors and calls ``step`` on them. These optimizers step
+over the :class:`~trainer.engine.partition.Partition` instead, so they know which tensor an element belongs to. Weight
+decay, trust ratios and norms are computed for whole tensors, and the padding of the buffers never enters a norm.
 
-NVIDIA Apex's optimizers are not among the choices. Its FusedLAMB takes the norms of the tensors that it is
-given and moves these in the same call (csrc/multi_tensor_lamb.cu): under ZeRO that is the trust ratio of one
-rank's share, and no place is left to complete it over the ranks. Its FusedAdam has no norms and would be exact,
-but does nothing that the step here does not do.
+NVIDIA Apex's optimizers are not offered. Its FusedLAMB computes norms of the tensors it is given and updates them in
+the same call (csrc/multi_tensor_lamb.cu). Under ZeRO that gives the trust ratio of one rank's share, with no point at
+which to complete it over the ranks. Its FusedAdam has no norms and would be exact, but adds nothing to the step here.
 """
 
 from __future__ import annotations
@@ -33,36 +31,36 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # PyTorch's own names of the two moving ave
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer, and its constants. The learning rate belongs to the phases.
+    """The optimizer and its constants. The learning rate belongs to the phases.
 
-    LAMB's defaults are the paper's (You et al. 2020, Algorithm 2, φ the identity) and its authors' code's. Others:
-    NVIDIA's NVLAMB pre-normalises the gradients, g / max(1, ‖g‖) of all tensors together, which is
-    ``gradient_clipping: 1.0``, and in Apex with ``use_nvlamb`` adapts all tensors. DeepSpeed's FusedLamb adapts
-    all, within ``min_coeff`` and ``max_coeff``. The paper's other φ bounds ‖x‖ instead, at values that it does not
-    give. Norms are L2, as everybody's: one all-reduce completes their sums of squares over the ranks.
+    LAMB's defaults are those of the paper (You et al. 2020, Algorithm 2, φ the identity) and of its authors' code.
+    Other implementations differ. NVIDIA's NVLAMB normalizes the gradients first, by max(1, ‖g‖) over all tensors, which
+    is ``gradient_clipping: 1.0``; Apex with ``use_nvlamb`` also adapts all tensors. DeepSpeed's FusedLamb adapts all
+    tensors, within ``min_coeff`` and ``max_coeff``. The paper's alternative φ bounds ‖x‖, at values it does not give.
+    Norms are L2, as in all of these: one all-reduce completes their sums of squares over the ranks.
     """
 
     name: Literal["lamb", "adam"] = "lamb"  # lamb for large batches, adam for small ones
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.999  # decay of the second moment
     epsilon: float = 1e-6  # added to the root of the second moment
-    weight_decay: float = 0.01  # decoupled; not for biases and LayerNorm
-    bias_correction: bool = True  # False: the original BERT's Adam, DeepSpeed's recipe for LAMB
-    gradient_clipping: float = 0.0  # gradients are divided by max(1, their global norm / this); 0 is off
-    # LAMB only:
-    adapted: Literal["decayed", "all"] = "decayed"  # decayed: biases and LayerNorm have a trust ratio of 1
-    min_trust_ratio: float = 0.0  # bounds of the trust ratios; where a norm is zero the ratio is 1 all the same
-    max_trust_ratio: float | None = None  # null: none
+    weight_decay: float = 0.01  # decoupled weight decay; not applied to biases and LayerNorm
+    bias_correction: bool = True  # false: as in the original BERT's Adam and DeepSpeed's recipe for LAMB
+    gradient_clipping: float = 0.0  # maximum global norm of the gradients; larger ones are scaled down to it; 0: off
+    # LAMB: parameters with a trust ratio; decayed: all but biases and LayerNorm, whose ratio is 1
+    adapted: Literal["decayed", "all"] = "decayed"
+    min_trust_ratio: float = 0.0  # LAMB: lower bound of the trust ratios; if a norm is zero, the ratio is 1 regardless
+    max_trust_ratio: float | None = None  # LAMB: upper bound of the trust ratios; null: none
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """Every invalid setting, with what to change."""
         found = []
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"{name} is {getattr(self, name)}: must lie in [0, 1)")
         found += outside(
             self,
-            epsilon=(1e-30, 1),  # in fp32, less is 0
+            epsilon=(1e-30, 1),  # anything smaller is 0 in fp32
             weight_decay=(-math.inf, 10),
             gradient_clipping=(-math.inf, 10**9),
             min_trust_ratio=(-math.inf, 10**9),
@@ -77,35 +75,35 @@ class OptimizerConfig:
             found.append(f"max_trust_ratio is {most}: must be above 0 and not below min_trust_ratio ({least}), or null")
         for name in ("adapted", "min_trust_ratio", "max_trust_ratio"):
             if self.name != "lamb" and getattr(self, name) != getattr(OptimizerConfig, name):
-                found.append(f"{name} is LAMB's, and name is {self.name}: leave it out, or set name to lamb")
+                found.append(f"{name} is for LAMB, but name is {self.name}: remove it, or set name to lamb")
         return found
 
 
 def decays(shape: torch.Size) -> bool:
-    """Whether a parameter is decayed: matrices are, biases and LayerNorm are not.
+    """Whether weight decay applies to a parameter: yes for matrices, no for biases and LayerNorm.
 
-    The authors' LAMB leaves the tensors that it does not decay out of the layer adaptation, too.
+    The LAMB authors' code also leaves the undecayed tensors out of the layer adaptation.
     """
     return len(shape) > 1
 
 
 class LambertOptimizer(torch.optim.Optimizer):
-    """The common part: binding to a partition, gradient scale, norm and clipping, and the moments."""
+    """The part that LAMB and Adam share: binding to a partition, gradient scale, norm, clipping and moments."""
 
     def __init__(self, parameters: Iterator[Tensor], config: OptimizerConfig) -> None:
         super().__init__(list(parameters), {"lr": 0.0})
         self.config = config
         self.partition: Partition | None = None
-        self.rows: dict[str, int] = {}  # of LAMB's sums, by the names of the adapted parameters
-        self.layouts: list[Layout] = []  # of the partition's buffers
-        self.steps = 0  # taken; bias correction counts them
-        self.gradient_scale = 1.0  # what the loss was multiplied by
+        self.rows: dict[str, int] = {}  # adapted parameter: its row in LAMB's sums
+        self.layouts: list[Layout] = []  # one per buffer of the partition
+        self.steps = 0  # steps taken, for the bias correction
+        self.gradient_scale = 1.0  # the factor that the loss was multiplied by
         self.gradient_norm = torch.zeros(())  # of the last step: global, unscaled, before clipping
-        self.trust: Tensor | None = None  # (K,) LAMB's ratios of the last step
-        self.copies: list[Tensor] | None = None  # where each buffer's weights go, rounded; None: DeepSpeed copies
+        self.trust: Tensor | None = None  # (K,) LAMB's trust ratios of the last step
+        self.copies: list[Tensor] | None = None  # where to write each buffer's rounded weights; None: DeepSpeed copies
 
     def bind(self, partition: Partition) -> None:
-        """Step over ``partition`` from now on, with zero moments. Until then ``step`` does nothing."""
+        """Step over ``partition`` from now on, with zero moments. Before this call, ``step`` does nothing."""
         self.partition = partition
         self.gradient_norm = partition.buffers[0].master.new_zeros(())  # on the device from the start
         every = self.config.adapted == "all"
@@ -117,32 +115,35 @@ class LambertOptimizer(torch.optim.Optimizer):
             self.state[buffer.master] = {name: torch.zeros_like(flat) for name in MOMENTS}
 
     def moments(self, buffer: Buffer) -> dict[str, Tensor]:
-        """The two moving averages of a buffer, flat fp32, by PyTorch's names."""
+        """The two moving averages of a buffer, flat fp32, under PyTorch's names."""
         return {name: self.state[buffer.master][name] for name in MOMENTS}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step over the bound partition, from the gradients that DeepSpeed put there.
+        """Take one step over the bound partition, from the gradients that DeepSpeed put there.
 
-        These are read as they are: what unscales and clips them is a factor on the device, so that no
-        step waits for the GPU.
+        The gradients are read as they are. The factor that unscales and clips them stays on the device, so no step
+        waits for the GPU.
         """
         if self.partition is None:
-            return  # DeepSpeed's initialisation may try the optimizer on zero gradients
+            return  # DeepSpeed may call the optimizer with zero gradients while it initializes
         gradients = [_gradient(buffer) for buffer in self.partition.buffers]
         self.move(gradients, self.square_sum(gradients))
 
     def square_sum(self, gradients: list[Tensor]) -> Tensor:
-        """() fp32: of this rank's gradients, by buffer, flat, of any dtype; unscaled. Not finite where one is not."""
+        """The sum of squares of this rank's gradients, unscaled, () fp32; not finite if any gradient is not.
+
+        ``gradients``: one flat tensor of any dtype per buffer.
+        """
         both = zip(gradients, self.layouts, strict=True)
         return torch.stack([gradient_square_sum(*pair) for pair in both]).sum() * self._unscale**2
 
     @torch.no_grad()
     def move(self, gradients: list[Tensor], squares: Tensor, whole: Tensor | None = None) -> None:
-        """One step by gradients of this ``square_sum``; ``whole``: that of all ranks, where it is known already."""
+        """Take one step. ``squares``: `square_sum` of ``gradients``; ``whole``: its total over the ranks, if known."""
         self.steps += 1
         factor = torch.full_like(squares, self._unscale)
-        if self.config.gradient_clipping > 0:  # the moments must see clipped gradients: a second all-reduce
+        if self.config.gradient_clipping > 0:  # the moments need clipped gradients, which costs a second all-reduce
             whole = self.complete(squares.clone()) if whole is None else whole
             factor *= (self.config.gradient_clipping / whole.sqrt()).clamp(max=1.0)
         self.gradient_norm = self._update(gradients, factor, squares, whole).sqrt()
@@ -153,8 +154,9 @@ class LambertOptimizer(torch.optim.Optimizer):
         return self.partition.divisor / self.gradient_scale
 
     def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor, whole: Tensor | None) -> Tensor:
-        """Move the weights by ``factor`` times the gradients. ``squares`` () is this rank's sum of squared
-        gradients, unscaled and before clipping; returns that of all ranks, ``whole`` where it is known.
+        """Update the weights from ``factor`` times the gradients; return the sum of squared gradients over all ranks.
+
+        ``squares`` () is this rank's sum, unscaled and before clipping; ``whole`` is the total, if already known.
         """
         raise NotImplementedError
 
@@ -176,7 +178,7 @@ class LambertOptimizer(torch.optim.Optimizer):
         return [flat._replace(copy=copy) for flat, copy in zip(flats, self.copies, strict=True)]
 
     def complete(self, sums: Tensor) -> Tensor:
-        """Partial sums over the ranks' shares, made whole."""
+        """Add up partial sums over the ranks."""
         assert self.partition is not None
         if not self.partition.shared:
             return sums
@@ -210,11 +212,11 @@ class Adam(LambertOptimizer):
 
 
 class Lamb(LambertOptimizer):
-    """LAMB: Adam's direction, with each tensor's step scaled to its own norm."""
+    """LAMB: Adam's direction, with each tensor's step scaled to that tensor's norm."""
 
     def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor, whole: Tensor | None) -> Tensor:
         flats, moments, rate = self._flats(), self._moments(), self.rate
-        sums = squares.new_zeros(len(self.rows) + 1, 2)  # the last row takes the gradients' squares along
+        sums = squares.new_zeros(len(self.rows) + 1, 2)  # the last row carries the gradients' sum of squares
         sums[-1, 0] = squares
         for flat, gradient, layout in zip(flats, gradients, self.layouts, strict=True):
             lamb_begin(flat, gradient, layout, moments, self.steps, rate, factor, sums[:-1])

@@ -1,9 +1,9 @@
-"""Where DeepSpeed keeps which part of which parameter: the only file that looks into its partitions.
+"""A map of DeepSpeed's partitions: which part of which parameter each rank holds, and where.
 
-An optimizer under ZeRO steps over flat fp32 buffers that cut through tensors. LAMB needs whole-tensor
-norms and a checkpoint needs whole tensors, so both work on this description of the buffers instead.
-Read from DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
-``runtime/bf16_optimizer.py``); what it relies on is asserted.
+An optimizer under ZeRO steps over flat fp32 buffers that cut through tensors. LAMB needs whole-tensor norms and a
+checkpoint needs whole tensors, so both use this description of the buffers. No other file looks into the partitions.
+It follows DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
+``runtime/bf16_optimizer.py``), and every assumption about them is checked.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One fp32 tensor that the optimizer steps over, and what it holds; the rest of it is padding."""
+    """One fp32 tensor that the optimizer steps over, and the slices in it; the rest of it is padding."""
 
-    master: Tensor  # any shape, fp32; slices count in its flattened form
+    master: Tensor  # any shape, fp32; offsets of slices refer to its flattened form
     slices: tuple[Slice, ...]
 
 
@@ -42,9 +42,9 @@ class Partition:
     """This rank's share of all parameters.
 
     ``shapes``: every parameter of the model by name, in the model's order, the same on all ranks.
-    ``shared``: True where a parameter may be cut over ranks, so that norms need an all-reduce.
-    ``device``: of the weights, and of collectives; the buffers may lie in the host's memory instead.
-    ``divisor``: what the gradients in the buffers were divided by; times it, they are the sums over the ranks.
+    ``shared``: True if a parameter may be split over ranks, so that norms need an all-reduce.
+    ``device``: the device of the weights and of collectives; the buffers may be in host memory instead.
+    ``divisor``: what DeepSpeed divided the gradients by; multiplied by it, they are the sums over the ranks.
     """
 
     buffers: tuple[Buffer, ...]
@@ -55,9 +55,9 @@ class Partition:
 
 
 def read_partition(engine: Any, zero_stage: int) -> Partition:
-    """The partition of a freshly initialised DeepSpeed engine.
+    """The partition of a freshly initialized DeepSpeed engine.
 
-    Raises TrainerError where DeepSpeed is laid out in another way than this file knows.
+    Raises TrainerError if DeepSpeed's layout is not the one this file knows.
     """
     named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
     shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in named}  # a partitioned parameter is empty
@@ -80,18 +80,18 @@ def read_partition(engine: Any, zero_stage: int) -> Partition:
 
 
 class Halves(NamedTuple):
-    """The model's weights in half precision under stages 1 and 2: one row, cut into equal shares over the ranks."""
+    """The model's half-precision weights under stages 1 and 2: one flat row, with an equal share for each rank."""
 
     flat: Tensor  # (size,) fp16 or bf16
-    share: Tensor  # (size / ranks,), this rank's part of it
-    placed: tuple[tuple[nn.Parameter, int], ...]  # the parameters, views of it, and where each begins
+    share: Tensor  # (size / ranks,), this rank's part of the row
+    placed: tuple[tuple[nn.Parameter, int], ...]  # the parameters, as views of the row, and where each begins
     offloaded: bool = False  # their masters are in the host's memory
 
 
 def take_halves(engine: Any) -> Halves | None:
-    """The row of a freshly initialised engine, whose hooks on gradients are taken away; None where there is none.
+    """Take over the row of a freshly initialized engine and remove its gradient hooks; None if it has no such row.
 
-    Raises TrainerError where DeepSpeed is laid out in another way than this file knows.
+    Raises TrainerError if DeepSpeed's layout is not the one this file knows.
     """
     zero = engine.optimizer
     if type(zero).__name__ != "DeepSpeedZeroOptimizer" or zero.dtype == torch.float32:
@@ -111,7 +111,7 @@ def take_halves(engine: Any) -> Halves | None:
 
 
 def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
-    """A group's parameters stand behind one another in one buffer, which is cut into equal parts."""
+    """One buffer per group: its parameters are laid end to end and split into equal parts."""
     _require(not zero.round_robin_gradients and not zero.parameter_alignment, "reordered partitions")
     buffers = []
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
@@ -122,7 +122,7 @@ def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) 
 
 
 def _stage_1_in_bf16(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
-    """As the other stage 1, without offsets of its own."""
+    """Like the other stage 1, but DeepSpeed keeps no offsets here: they follow from the addresses."""
     buffers = []
     for parameters, flat, master in zip(
         zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition, strict=True
@@ -135,7 +135,7 @@ def _stage_1_in_bf16(zero: Any, names: Mapping[int, str], rank: int, ranks: int)
 
 
 def _cut(master: Tensor, placed: Iterable[tuple[str, int, int]], rank: int) -> Buffer:
-    """A rank's part of a buffer over all ranks, whose parameters are (name, elements, place)."""
+    """A rank's part of a buffer that spans all ranks. ``placed``: name, elements and offset of each parameter."""
     begin, slices = rank * master.numel(), []
     for name, length, at in placed:
         low, high = max(at, begin), min(at + length, begin + master.numel())
@@ -145,8 +145,8 @@ def _cut(master: Tensor, placed: Iterable[tuple[str, int, int]], rank: int) -> B
 
 
 def _stage_3(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
-    """Each parameter is cut into equal parts by itself; the last ones may be padding, which is never written."""
-    _require(len(zero.fp16_groups) == 1, "several sub-groups")  # the optimizer would be called once for each
+    """Each parameter is split into equal parts separately; the last ones may be padding, which is never written."""
+    _require(len(zero.fp16_groups) == 1, "several sub-groups")  # the optimizer would be called once per sub-group
     _require(not zero.offload_param, "weights in the host's memory")
     [parameters], [master] = zero.fp16_groups, zero.fp32_partitioned_groups_flat
     offset, slices = 0, []
@@ -168,13 +168,13 @@ def _require(fact: bool, what: str) -> None:
 
 def _differs(what: str) -> TrainerError:
     return TrainerError(
-        f"DeepSpeed's ZeRO partitions are not as Lambert reads them ({what}): use the DeepSpeed "
+        f"DeepSpeed's ZeRO partitions are not laid out as Lambert expects ({what}): use the DeepSpeed "
         "version of requirements.lock"
     )
 
 
 def _require_whole(buffers: Iterable[Buffer], shapes: dict[str, torch.Size], group: Any, device: torch.device) -> None:
-    """Every element of every parameter is owned exactly once, over all ranks."""
+    """Check that every element of every parameter is owned exactly once over all ranks."""
     owned = dict.fromkeys(shapes, 0)
     for buffer in buffers:
         for part in buffer.slices:
@@ -186,7 +186,7 @@ def _require_whole(buffers: Iterable[Buffer], shapes: dict[str, torch.Size], gro
 
 @torch.no_grad()
 def fill_masters(partition: Partition, weights: Mapping[str, Tensor]) -> None:
-    """Set this rank's masters to ``weights``, whole tensors; parameters that are not among them stay."""
+    """Copy ``weights``, whole tensors, into this rank's masters; parameters not among them stay as they are."""
     for buffer in partition.buffers:
         flat = buffer.master.view(-1)
         for part in buffer.slices:
@@ -197,9 +197,9 @@ def fill_masters(partition: Partition, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def refresh_weights(engine: Any, zero_stage: int) -> None:
-    """Make the model's weights the rounding of the masters again, on every rank."""
+    """Round the masters into the model's weights again, on every rank."""
     zero = engine.optimizer
-    if zero_stage == 3:  # what is gathered now would stay as it is
+    if zero_stage == 3:  # parameters that are gathered now would keep their old values
         zero._partition_all_parameters()
         zero._reassign_or_swap_out_partitioned_parameters(0)
     elif zero_stage > 0:

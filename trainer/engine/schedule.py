@@ -9,51 +9,52 @@ from typing import Literal
 from data_prep.json_text import shown
 from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_SAMPLES, MOST_STEPS, outside
 
-MOST_TOKENS = 2**31  # of a micro-batch: kernels count them in 32 bits
+MOST_TOKENS = 2**31  # in a micro-batch: kernels count them in 32 bits
 MOST_PARTS = 2**17  # micro-batches of all ranks in one step
-MOST_PASSES = 100  # over the shards in one step
+MOST_PASSES = 100  # passes over the shards in one step
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of a run at one sequence length. A run is a list of them; moments carry over.
+    """One part of a run, at one sequence length. A run is a list of phases; moments carry over from one to the next.
 
-    State two of ``global_batch``, ``micro_batch`` and ``accumulation``; with the number of ranks the
-    third follows (see :func:`batch_of`). State one of ``steps``, ``samples`` and ``epochs``; once the shards
-    are open, the phase that runs is the one that :func:`resolve` makes of this, and its length is in steps.
+    Set two of ``global_batch``, ``micro_batch`` and ``accumulation``; the third follows from the number of ranks
+    (see :func:`batch_of`). Set one of ``steps``, ``samples`` and ``epochs``; once the shards are open,
+    :func:`resolve` turns it into steps.
     """
 
     name: str  # names the phase in logs and checkpoints; each phase has its own
     train: str  # training shards: a folder, or an address such as s3://bucket/folder
-    sequence_length: int  # of those shards; checked against their manifest
-    steps: int = 0  # optimizer steps; 0: as many as samples or epochs ask for
-    learning_rate: float = 0.0  # peak; no default would do
-    global_batch: int | None = None  # sequences of all ranks and micro-batches in one step
-    micro_batch: int | None = None  # sequences of one forward and backward on one rank, at most
-    accumulation: int | None = None  # micro-batches of one rank in one step
+    sequence_length: int  # sequence length of those shards; checked against their manifest
+    steps: int = 0  # optimizer steps; 0: as many as samples or epochs require
+    learning_rate: float = 0.0  # peak learning rate; must be set
+    global_batch: int | None = None  # sequences per optimizer step, over all ranks and micro-batches
+    micro_batch: int | None = None  # maximum number of sequences in one forward and backward pass on one rank
+    accumulation: int | None = None  # micro-batches per step on one rank
     samples: int | None = None  # sequences to train on, rounded up to whole steps
-    epochs: float | None = None  # passes over the training shards, likewise
-    reference_batch: int | None = None  # the rates are for this global batch, and grow with the root of the real one
+    epochs: float | None = None  # passes over the training shards, rounded up to whole steps
+    # the global batch for which the rates are given; for another one they scale with the square root of the ratio
+    reference_batch: int | None = None
     warmup_steps: int = 0  # steps over which the rate rises to learning_rate
-    warmup_power: float = 1.0  # 1 is linear
-    start_learning_rate: float = 0.0  # where the warm-up starts
+    warmup_power: float = 1.0  # exponent of the warm-up; 1 is linear
+    start_learning_rate: float = 0.0  # learning rate at the start of the warm-up
     decay: Literal["polynomial", "exponential"] = "polynomial"  # how the rate falls after the warm-up
-    power: float = 1.0  # of the polynomial decay; 1 is linear, 0 is constant
-    decay_rate: float | None = None  # of the exponential decay: what decay_steps leave of the rate
-    decay_steps: int | None = None  # exponential decay: steps that one factor of decay_rate takes
-    end_learning_rate: float = 0.0  # what either decay goes to and never below
-    heldout: str | None = None  # held-out shards, likewise, evaluated during the phase
-    # of the training shards; static: those in them; dynamic: new ones in each epoch, drawn as those were
+    power: float = 1.0  # exponent of the polynomial decay; 1 is linear, 0 is constant
+    decay_rate: float | None = None  # exponential decay: factor by which the rate falls every decay_steps
+    decay_steps: int | None = None  # exponential decay: steps in which the rate falls by the factor decay_rate
+    end_learning_rate: float = 0.0  # learning rate that either decay approaches and never falls below
+    heldout: str | None = None  # held-out shards, a folder or an address, evaluated during the phase
+    # static: the masks stored in the training shards; dynamic: new masks in each epoch, drawn the same way
     masks: Literal["static", "dynamic"] = "static"
 
     def problems(self) -> list[str]:
-        """What contradicts itself in this phase, each with its remedy."""
+        """Every invalid or contradictory setting of this phase, with what to change."""
         found = []
         stated = [self.global_batch, self.micro_batch, self.accumulation]
         if sum(value is not None for value in stated) != 2:
-            found.append("global_batch, micro_batch, accumulation: state exactly two of them; the third follows")
+            found.append("global_batch, micro_batch, accumulation: set exactly two of them; the third follows")
         if sum([self.steps != 0, self.samples is not None, self.epochs is not None]) != 1:
-            found.append("steps, samples, epochs: state exactly one of them, the length of the phase")
+            found.append("steps, samples, epochs: set exactly one of them, the length of the phase")
         found += outside(
             self,
             sequence_length=(1, 2**16),
@@ -84,33 +85,32 @@ class Phase:
             found.append(f"warmup_steps is {shown(self.warmup_steps)}: must lie between {most}")
         else:
             found += outside(self, warmup_steps=(0, MOST_STEPS))
-        found += outside(self, warmup_power=(ABOVE_0, 20))  # a number of steps to this power is still a float
+        found += outside(self, warmup_power=(ABOVE_0, 20))  # a step count to this power still fits a float
         if (
             self.warmup_power > 0
             and self.warmup_steps == 0
             and (self.start_learning_rate, self.warmup_power) != (0.0, 1.0)
         ):
-            found.append("start_learning_rate, warmup_power are the warm-up's, and warmup_steps is 0: leave them out")
+            found.append("start_learning_rate, warmup_power need a warm-up, but warmup_steps is 0: remove them")
         return found
 
     def _decay_problems(self) -> list[str]:
         found = outside(self, power=(0, 20))
         exponential = self.decay == "exponential"
         if exponential != (self.decay_rate is not None) or exponential != (self.decay_steps is not None):
-            found.append("decay_rate, decay_steps: state both for decay: exponential, and none of them without")
+            found.append("decay_rate, decay_steps: set both for decay: exponential, and neither for any other decay")
         if self.decay_rate is not None and not 0 < self.decay_rate <= 1:
             found.append(f"decay_rate is {self.decay_rate}: must be above 0, and 1 or less")
         if exponential and self.power != Phase.power:
-            found.append("power is of decay: polynomial, and decay is exponential: leave it out")
+            found.append("power is for decay: polynomial, but decay is exponential: remove it")
         return found
 
 
 def batch_of(phase: Phase, ranks: int) -> tuple[int, int]:
-    """``(global batch, micro-batches a rank)`` of a phase on this many ranks. Pure.
+    """``(global batch, micro-batches per rank)`` of a phase on this many ranks. Pure.
 
-    A rank's share need not be whole: 64 sequences on 3 ranks are cut 22, 21, 21. Only more parts
-    than sequences are impossible, and the cut then has empty parts, which the loader pads with
-    sequences of weight zero.
+    Ranks need not get equal shares: 64 sequences on 3 ranks are split 22, 21, 21. If there are more parts than
+    sequences, some parts are empty, and the loader pads them with sequences of weight zero.
     """
     if phase.global_batch is None:
         assert phase.micro_batch is not None and phase.accumulation is not None  # Phase.problems
@@ -123,18 +123,18 @@ def batch_of(phase: Phase, ranks: int) -> tuple[int, int]:
 
 
 def batch_problems(phase: Phase, ranks: int, available: int) -> list[str]:
-    """What is wrong with a step's batch on this many ranks, over shards of ``available`` samples. Pure."""
+    """Problems with a step's batch on this many ranks, for shards of ``available`` samples. Pure."""
     found = []
     global_batch, micro_batches = batch_of(phase, ranks)
     cut = f"on {ranks:,} rank(s)"
     if global_batch > LARGEST_BATCH:
         found.append(
-            f"micro_batch, accumulation: they come to {global_batch:,} sequences a step {cut}: must be "
+            f"micro_batch, accumulation: they give {global_batch:,} sequences per step {cut}: must be "
             f"{LARGEST_BATCH:,} or less"
         )
     if ranks * micro_batches > MOST_PARTS:
         found.append(
-            f"accumulation: it comes to {ranks * micro_batches:,} micro-batches a step {cut}: must be "
+            f"accumulation: it gives {ranks * micro_batches:,} micro-batches per step {cut}: must be "
             f"{MOST_PARTS:,} or less"
         )
     tokens = -(-global_batch // (ranks * micro_batches)) * phase.sequence_length
@@ -142,18 +142,18 @@ def batch_problems(phase: Phase, ranks: int, available: int) -> list[str]:
         found.append(f"micro_batch: one may have {tokens:,} tokens {cut}: must be under {MOST_TOKENS:,}: lower it")
     if global_batch > MOST_PASSES * available:
         found.append(
-            f"global_batch: a step takes {global_batch:,} sequences, and the shards hold {available:,}: it may take "
-            f"each of them {MOST_PASSES} times at most: lower the batch, or name more shards"
+            f"global_batch: a step takes {global_batch:,} sequences, but the shards contain only {available:,}, and a "
+            f"step may use each at most {MOST_PASSES} times: lower the batch, or add shards"
         )
     return found
 
 
 def resolve(phase: Phase, global_batch: int, available: int) -> Phase:
-    """The phase as it runs with ``global_batch`` sequences a step over shards of ``available``. Pure.
+    """The phase as it runs, with ``global_batch`` sequences per step over shards of ``available`` samples. Pure.
 
-    Its length is in steps, rounded up so that no sample that was asked for is left out. Rates that are stated for
-    ``reference_batch`` are √k times as large where the batch is k times that: the rule by which LAMB's authors train
-    BERT at all batches from 512 to 32,768 (You et al. 2020, section 4; Krizhevsky 2014).
+    Its length is in steps, rounded up so that no requested sample is left out. If the batch is k times
+    ``reference_batch``, the rates are multiplied by √k: the rule by which LAMB's authors train BERT at all batches from
+    512 to 32,768 (You et al. 2020, section 4; Krizhevsky 2014).
     """
     by = math.sqrt(global_batch / phase.reference_batch) if phase.reference_batch is not None else 1.0
     samples = phase.samples if phase.epochs is None else round(phase.epochs * available)
@@ -163,15 +163,15 @@ def resolve(phase: Phase, global_batch: int, available: int) -> Phase:
 
 
 def learning_rate(phase: Phase, step: int) -> float:
-    """Rate of step 1 … ``phase.steps``: warm-up from ``start`` to ``peak``, then the decay towards ``end``.
+    """The rate of step 1 … ``phase.steps``: warm-up from ``start`` to ``peak``, then decay towards ``end``.
 
     warm-up      start + (peak - start) · (step / warmup_steps) ** warmup_power
     polynomial   end + (peak - end) · (1 - (step - 1) / steps) ** power
     exponential  end + (peak - end) · decay_rate ** ((step - 1 - warmup_steps) / decay_steps)
 
-    The polynomial decay counts from the phase's start, not from the end of the warm-up, as google-research/bert and
-    NVIDIA's BERT have it. The exponential one is DeepSpeed's (bing_bert, ``warmup_exp_decay_exp``: warm-up of power
-    2, and an ``lr_offset`` that is added everywhere: ``start`` and ``end`` here, ``peak`` that much above its rate).
+    The polynomial decay counts from the phase's start, not from the end of the warm-up, as in google-research/bert and
+    NVIDIA's BERT. The exponential decay is DeepSpeed's (bing_bert, ``warmup_exp_decay_exp``). To reproduce it, use a
+    warm-up of power 2, set ``start`` and ``end`` to its ``lr_offset``, and ``peak`` to its rate plus that offset.
     """
     if step <= phase.warmup_steps:
         span, power = phase.learning_rate - phase.start_learning_rate, phase.warmup_power

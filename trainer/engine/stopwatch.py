@@ -1,4 +1,4 @@
-"""Where the time of a rank's steps goes, told by its device, which is never waited for."""
+"""A stopwatch for the parts of a rank's steps, timed on the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 
 
 class Stopwatch:
-    """Times parts that follow one another: each `begin` ends the one before.
+    """Times consecutive parts of a step: each `begin` ends the part before it.
 
-    On a GPU the borders are events in its stream: the times are those of its work, not of the calls that queued it.
+    On a GPU the boundaries are events in its stream, so the times are those of the work itself, not of the calls that
+    queued it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._borders: list[tuple[str, Any]] = []  # a part's name; its beginning, an event or seconds
+        self._borders: list[tuple[str, Any]] = []  # a part's name and its start, an event or seconds
 
     def begin(self, part: str) -> None:
-        """``part`` begins now; empty: none does."""
+        """Start timing ``part``, or nothing if it is empty."""
         border: Any = time.perf_counter()
         if self._cuda:
             border = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -27,9 +28,9 @@ class Stopwatch:
         self._borders.append((part, border))
 
     def read(self) -> dict[str, float]:
-        """Seconds of each part since the last reading; to be asked when a later result is known already.
+        """Seconds of each part since the last reading. Call it once a later result is known.
 
-        On a GPU this waits for the last border, which has passed by then.
+        On a GPU it waits for the last boundary, which has passed by then.
         """
         borders, self._borders = self._borders, []
         if borders and self._cuda:

@@ -1,1 +1,1 @@
-"""BERT over unpadded micro-batches."""
+"""The BERT model over unpadded micro-batches, and its FLOP count."""

@@ -1,7 +1,7 @@
-"""The unpadded micro-batch: what the loader hands to the model.
+"""The unpadded micro-batch that the loader hands to the model.
 
-Shape letters, the same in every file: B sequences of a micro-batch, T tokens of all of them in one
-row, P masked positions, S sequence length, D hidden, N heads, H head size, V vocabulary.
+Shape letters are the same in every file: B sequences in a micro-batch, T tokens of all sequences in one row, P masked
+positions, S sequence length, D hidden size, N heads, H head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-IGNORED = -100  # label of a position or pair that has no target (PyTorch's own convention)
+IGNORED = -100  # label of a position or pair without a target (PyTorch's convention)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What the encoder reads of an unpadded micro-batch. Sequence b is ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]``."""
+    """The encoder's input: an unpadded micro-batch. Sequence b is ``tokens[cu_seqlens[b]:cu_seqlens[b + 1]]``."""
 
     tokens: Tensor  # (T,) int64, ids after masking
     segments: Tensor  # (T,) int64, 0 for [CLS] A [SEP], 1 for B [SEP]
-    positions: Tensor  # (T,) int64, position inside its own sequence, from 0
-    cu_seqlens: Tensor  # (B + 1,) int32, cumulative lengths, as FlashAttention's varlen interface has them
-    max_seqlen: int  # longest sequence of the micro-batch
-    samples: Tensor  # (B,) int64, sample numbers: position in the run's order, they key the dropout
+    positions: Tensor  # (T,) int64, position within its sequence, from 0
+    cu_seqlens: Tensor  # (B + 1,) int32, cumulative lengths, as in FlashAttention's varlen interface
+    max_seqlen: int  # length of the longest sequence in the micro-batch
+    samples: Tensor  # (B,) int64, sample numbers: positions in the run's order, which seed the dropout
 
     def to(self, device: torch.device) -> Self:
-        """The same micro-batch on ``device``; from pinned memory the copies are not waited for."""
+        """The same micro-batch on ``device``; copies from pinned memory are asynchronous."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin(self, device: torch.device) -> Self:
-        """The same micro-batch in pinned memory, if it goes to a GPU; the same object if not."""
+        """A copy in pinned memory if ``device`` is a GPU, else this object itself."""
         if device.type != "cuda":
             return self
-        with torch.cuda.device(device):  # a thread's first use of CUDA would make a context on the first GPU
+        with torch.cuda.device(device):  # otherwise a thread's first use of CUDA creates a context on the first GPU
             return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -48,18 +48,18 @@ class Rows:
 
 @dataclass(frozen=True)
 class MicroBatch(Rows):
-    """One unpadded micro-batch of pre-training."""
+    """An unpadded micro-batch for pre-training."""
 
     masked: Tensor  # (P,) int64, index into T of each predicted token
-    labels: Tensor  # (P,) int64, the original ids there, or IGNORED
-    is_next: Tensor  # (B,) int64, 1 where B follows A, 0 where not (`Sample.is_next`), IGNORED where there is no B
+    labels: Tensor  # (P,) int64, the original ids at these positions, or IGNORED
+    is_next: Tensor  # (B,) int64, 1 if B follows A, 0 if not (`Sample.is_next`), IGNORED if there is no B
 
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """What a step's losses are divided by: counts over the whole global batch, known before its first forward."""
+    """Counts over the global batch that a step's losses are divided by, known before its first forward pass."""
 
     targets: int  # masked positions
-    pairs: int  # sentence pairs; 0 where the data have no second task
+    pairs: int  # sentence pairs; 0 if the data have no second task
     tokens: int  # valid tokens
-    squares: int  # sum of the squared sequence lengths: what attention costs
+    squares: int  # sum of squared sequence lengths, which determines the cost of attention

@@ -1,10 +1,10 @@
 """BERT (Devlin et al., 2019) over unpadded micro-batches: embeddings, post-LN encoder, MLM and NSP heads.
 
-One row of T tokens goes through the whole model; sequences meet only in attention, which keeps them
-apart. The MLM head sees the P masked positions only, the pooler the first token of each sequence.
+One row of T tokens goes through the whole model. Only attention looks across tokens, and it keeps sequences separate.
+The MLM head sees only the P masked positions, and the pooler only the first token of each sequence.
 
-A module holds the parameters that its own ``forward`` uses, and no smaller modules for them: ZeRO-3
-gathers and frees a whole layer at a time.
+A module owns the parameters that its ``forward`` uses directly, without submodules, so that ZeRO-3 gathers and frees a
+whole layer at a time.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from trainer.bounds import ABOVE_0, outside
 from trainer.model.batch import IGNORED, GlobalCounts, MicroBatch, Rows
 
-MOST_PARAMETERS = 10**11  # a training state of more than a terabyte
-VOCAB_MULTIPLE = 64  # table rows are padded to it: matrix products want it, exports cut it off
+MOST_PARAMETERS = 10**11  # their training state takes more than a terabyte
+VOCAB_MULTIPLE = 64  # table rows are padded to a multiple of this for fast matrix products; exports drop the padding
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
-# Dropout sites: the embeddings' is 0, layer i's are from SITES * (i + 1) on.
+# Dropout sites: 0 for the embeddings; those of layer i start at SITES * (i + 1).
 SITES = 4
 ATTENTION, ATTENTION_OUT, MLP_OUT = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model's shape and its regularisation. BERT-Base by default."""
+    """The model's shape and regularization. The default is BERT-Base."""
 
     layers: int = 12  # encoder layers
     hidden: int = 768  # width of the hidden states; a multiple of heads
     heads: int = 12  # attention heads
-    intermediate: int = 3072  # width of each layer's perceptron
+    intermediate: int = 3072  # width of each layer's MLP
     max_positions: int = 512  # longest sequence, in tokens
-    vocab_size: int = 30522  # entries of the shards' vocabulary
+    vocab_size: int = 30522  # size of the shards' vocabulary
     segments: int = 2  # segment ids; a pair needs two
-    dropout: float = 0.1  # of the embeddings and of what each sublayer adds
-    attention_dropout: float = 0.1  # of the attention weights
+    dropout: float = 0.1  # dropout of the embeddings and of each sublayer's output
+    attention_dropout: float = 0.1  # dropout of the attention weights
     layer_norm_eps: float = 1e-12  # added to the variance in LayerNorm
-    gelu: str = "none"  # "none" is the exact function, "tanh" its approximation
+    gelu: str = "none"  # none: the exact GELU; tanh: its approximation
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    # where the MLM decoder's bias starts: zero, or the log of the unigram distribution of the first phase's shards
+    # initial bias of the MLM decoder: zero, or the log of the unigram distribution of the first phase's shards
     decoder_prior: Literal["zero", "unigram"] = "zero"
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the token table: the vocabulary and its padding."""
+        """The number of rows in the token table: the vocabulary plus padding."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def problems(self) -> list[str]:
-        """All that is wrong with the configuration, a line each."""
+        """Every invalid setting, with what to change."""
         found = outside(
             self,
             layers=(1, 1000),
@@ -75,7 +75,7 @@ class ModelConfig:
             segments=(1, 1000),
             dropout=(0, 0.99),
             attention_dropout=(0, 0.99),
-            layer_norm_eps=(1e-30, 1),  # in fp32, less is 0
+            layer_norm_eps=(1e-30, 1),  # anything smaller is 0 in fp32
             initializer_range=(ABOVE_0, 10),
         )
         size = self.layers * self.hidden * (4 * self.hidden + 2 * self.intermediate) + self.vocab_rows * self.hidden
@@ -92,9 +92,9 @@ class ModelConfig:
 
 
 class Output(NamedTuple):
-    """Sums over one micro-batch, never means: the global batch's counts divide them.
+    """Sums over one micro-batch, to be divided by the counts of the global batch.
 
-    A tuple, because DeepSpeed hooks the tensors that it finds in tuples.
+    It is a tuple because DeepSpeed hooks the tensors that it finds in tuples.
     """
 
     mlm_loss: Tensor  # () fp32, summed over the labelled masked positions
@@ -103,12 +103,12 @@ class Output(NamedTuple):
     nsp_correct: Tensor  # () int64
 
     def mean(self, counts: GlobalCounts) -> Tensor:
-        """() fp32: this micro-batch's part of the global batch's loss."""
+        """This micro-batch's share of the global batch's loss, () fp32."""
         return self.mlm_loss / max(counts.targets, 1) + self.nsp_loss / max(counts.pairs, 1)
 
 
 class Layer(nn.Module):
-    """One encoder layer: self-attention and a two-layer perceptron, each dropped, added and normalised."""
+    """One encoder layer: self-attention and a two-layer MLP, each followed by dropout, residual and LayerNorm."""
 
     def __init__(self, model: ModelConfig, number: int) -> None:
         super().__init__()
@@ -129,9 +129,9 @@ class Layer(nn.Module):
         self.mlp_norm_bias = parameter(hidden)
 
     def forward(self, x: Tensor, residual: Tensor, batch: Rows, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``x`` and ``residual`` are one (T, D), apart so that their gradients are; so are the two results.
+        """Apply the layer to (T, D). ``keys``: (T, 2) int32, or None for no dropout.
 
-        ``keys`` (T, 2) int32 or None.
+        ``x`` and ``residual`` have the same values but separate gradients, and so do the two results.
         """
         model, site = self.model, self.site
         add = partial(dropout_add_layer_norm, eps=model.layer_norm_eps, dropout_p=model.dropout, keys=keys)
@@ -155,10 +155,10 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embeddings and layers. A model adds its heads' parameters, then calls ``initialise``."""
+    """Embeddings and layers. A subclass adds the parameters of its heads, then calls ``initialise``."""
 
     def __init__(self, model: ModelConfig) -> None:
-        """Parameters are not set. ValueError for an unsound configuration."""
+        """Leaves parameters uninitialized. Raises ValueError for an invalid configuration."""
         super().__init__()
         if problems := model.problems():
             raise ValueError("; ".join(problems))
@@ -173,10 +173,10 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Normal weights and tables (``initializer_range``), zero biases, LayerNorm weights of one.
+        """Set normal weights and tables (``initializer_range``), zero biases, and LayerNorm weights of one.
 
-        Each parameter has a generator of its own, seeded by (seed, name): its values do not depend on
-        which other parameters there are.
+        Each parameter has its own generator, seeded with (seed, name), so its values do not depend on the other
+        parameters.
         """
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
@@ -192,7 +192,7 @@ class Encoder(nn.Module):
                 parameter.copy_(values.normal_(0.0, self.model.initializer_range, generator=generator))
 
     def encode(self, batch: Rows, keys: Tensor | None = None) -> Tensor:
-        """The last layer's output (T, D). ValueError for a sequence longer than the position table."""
+        """The last layer's output (T, D). Raises ValueError if a sequence is longer than the position table."""
         model = self.model
         if batch.max_seqlen > model.max_positions:
             seen = f"max_seqlen is {batch.max_seqlen}"
@@ -219,13 +219,13 @@ class Bert(Encoder):
     """BERT with both pre-training heads; the MLM decoder is the token table itself."""
 
     def __init__(self, model: ModelConfig, seed: int = 0, fillers: int = 0) -> None:
-        """Parameters start as ``initialise(seed)`` leaves them, rows of no token as zeros.
+        """Initialize parameters by ``initialise(seed)``, with zeros in table rows that belong to no token.
 
-        ``fillers``: pieces at the vocabulary's end that only fill it up; they are never predicted. ValueError for an
-        unsound configuration.
+        ``fillers``: number of pieces at the end of the vocabulary that only fill it up and are never predicted.
+        Raises ValueError for an invalid configuration.
         """
         super().__init__(model)
-        self.predicted = model.vocab_size - fillers  # ids from 0 on that the MLM head chooses among
+        self.predicted = model.vocab_size - fillers  # the MLM head predicts ids below this
         hidden = model.hidden
         self.pooler_weight = parameter(hidden, hidden)
         self.pooler_bias = parameter(hidden)
@@ -238,23 +238,24 @@ class Bert(Encoder):
         self.nsp_bias = parameter(2)
         self.initialise(seed)
         if not self.token_table.is_meta:
-            with torch.no_grad():  # else LAMB's trust ratio of the table would depend on its padding
+            with torch.no_grad():  # otherwise the padding would change LAMB's trust ratio of the table
                 self.token_table[self.predicted :] = 0
 
     @torch.no_grad()
     def set_decoder_prior(self, counts: Tensor) -> None:
-        """Start the MLM decoder's bias at :func:`log_unigrams` of ``counts`` (V,) int64, without fillers.
+        """Initialize the MLM decoder's bias to :func:`log_unigrams` of ``counts`` (V,) int64, without fillers.
 
-        From zero the bias moves by at most the sum of the learning rates, far less than the range of log frequencies.
-        Word frequencies are then learned as one hidden vector that all tokens share, which flattens the encoder.
+        Starting from zero, the bias can move by at most the sum of the learning rates, far less than the range of log
+        frequencies. The model then learns word frequencies as one hidden vector that all tokens share, which flattens
+        the encoder.
         """
         self.decoder_bias[: self.predicted] = log_unigrams(counts[: self.predicted]).to(self.decoder_bias)
 
     def forward(self, batch: MicroBatch, keys: Tensor | None = None, judge: Judge | None = None) -> Any:
-        """The losses of a micro-batch, ``Output``; ``keys`` (T, 2) int32 switch dropout on, None is evaluation.
+        """The losses of a micro-batch as ``Output``. ``keys`` (T, 2) int32 enable dropout; None means evaluation.
 
-        ``judge`` makes something else of the logits, MLM's (P, V with padding) and NSP's (B, 2): in here, so that what
-        is hooked to a call of the model is done.
+        ``judge`` computes something else from the MLM logits (P, V with padding) and the NSP logits (B, 2). It is
+        called here, inside ``forward``, so that DeepSpeed's hooks on calls of the model run.
         """
         mlm_logits, nsp_logits = self._heads(self.encode(batch, keys), batch)
         if judge is not None:
@@ -264,12 +265,12 @@ class Bert(Encoder):
         return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """MLM logits (P, predicted), without fillers and padding, and NSP logits (B, 2); no dropout."""
+        """MLM logits (P, predicted), without fillers and padding, and NSP logits (B, 2), without dropout."""
         mlm_logits, nsp_logits = self._heads(self.encode(batch, None), batch)
         return mlm_logits[:, : self.predicted], nsp_logits
 
     def _heads(self, x: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(T, D) -> MLM logits (P, V with padding), NSP logits (B, 2)."""
+        """MLM logits (P, V with padding) and NSP logits (B, 2) from the encoder's output ``x`` (T, D)."""
         y = F.linear(x.index_select(0, batch.masked), self.mlm_weight)  # (P, D)
         y = bias_gelu(y, self.mlm_bias, self.model.gelu)
         y = layer_norm(y, self.mlm_norm_weight, self.mlm_norm_bias, self.model.layer_norm_eps)
@@ -279,21 +280,21 @@ class Bert(Encoder):
 
 
 def log_unigrams(counts: Tensor) -> Tensor:
-    """The log of the unigram distribution (V,) fp64, from ``counts`` (V,) int64 with one added to each."""
+    """The log of the unigram distribution (V,) fp64, from ``counts`` (V,) int64 with one added to each count."""
     smoothed = counts.double() + 1
     return (smoothed / smoothed.sum()).log()
 
 
 def nsp_classes(batch: MicroBatch) -> Tensor:
-    """NSP's targets (B,): class 0 is "B follows A", as in the published checkpoints; IGNORED where there is no B."""
+    """NSP targets (B,): class 0 means "B follows A", as in the published checkpoints; IGNORED if there is no B."""
     return torch.where(batch.is_next == IGNORED, IGNORED, 1 - batch.is_next)
 
 
 def pool(x: Tensor, batch: Rows, weight: Tensor, bias: Tensor) -> Tensor:
-    """BERT's pooled output (B, D): a layer with tanh over each sequence's first token, of ``x`` (T, D)."""
+    """BERT's pooled output (B, D): a tanh layer over the first token of each sequence in ``x`` (T, D)."""
     return torch.tanh(F.linear(x.index_select(0, batch.cu_seqlens[:-1]), weight, bias))
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    """A parameter whose values ``Encoder.initialise`` sets by its name."""
+    """A parameter of this shape, to be initialized by ``Encoder.initialise``, which goes by its name."""
     return nn.Parameter(torch.empty(*shape))

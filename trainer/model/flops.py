@@ -1,11 +1,11 @@
-"""Floating-point operations: those a model needs, and those a device could do."""
+"""Floating-point operations that a training step needs, and the peak rates of known GPUs."""
 
 from __future__ import annotations
 
 from trainer.model.batch import GlobalCounts
 from trainer.model.bert import ModelConfig
 
-# dense fp16 with fp32 sums, in TFLOP/s, by the start of the name that CUDA gives the device; NVIDIA's data sheets
+# peak TFLOP/s for dense fp16 with fp32 sums, from NVIDIA's data sheets, by the start of CUDA's device name
 PEAKS = {
     "Tesla V100-SXM2": 125.0,
     "NVIDIA A100": 312.0,
@@ -20,10 +20,10 @@ PEAKS = {
 
 
 def model_flops(model: ModelConfig, counts: GlobalCounts) -> float:
-    """Operations of one step's forward and backward over the global batch.
+    """Operations of one step's forward and backward passes over the global batch.
 
-    ``6 N + 12 L H s`` a token with N = L (4 H² + 2 H I), which is 12 L H² where I = 4 H, and
-    ``6 (H² + H V)`` a predicted token.
+    Per token, ``6 N + 12 L H s`` with N = L (4 H² + 2 H I), which is 12 L H² if I = 4 H; per predicted token,
+    ``6 (H² + H V)``.
     """
     weights = model.layers * (4 * model.hidden**2 + 2 * model.hidden * model.intermediate)
     encoder = 6 * weights * counts.tokens
@@ -33,8 +33,8 @@ def model_flops(model: ModelConfig, counts: GlobalCounts) -> float:
 
 
 def peak_flops(device: str) -> float:
-    """Operations a second of one device by its name, 0 where it is not known."""
-    if " MIG " in device:  # a part of it
+    """Peak operations per second of one device, by its name; 0 if unknown."""
+    if " MIG " in device:  # only a part of the GPU
         return 0.0
     known = [name for name in PEAKS if device == name or device.startswith((f"{name} ", f"{name}-"))]
     return PEAKS[max(known, key=len)] * 1e12 if known else 0.0

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, journal, exporter, and pictures of them."""
+"""A run's reporting: metrics, the journal, the Prometheus exporter, TensorBoard files, and summaries of a run."""

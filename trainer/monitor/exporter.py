@@ -1,7 +1,7 @@
-"""The Prometheus series of a run: one table declares them all, one exporter a node serves them.
+"""The Prometheus series of a run: one table declares them all, and one exporter per node serves them.
 
-Series that describe the run come from global rank 0 only, series that describe ranks from local rank 0 of
-each node. Every series has the label ``run``, so that queries can follow a run that restarts on other nodes.
+Series about the run come only from global rank 0; series about ranks come from local rank 0 of each node. Every series
+has the label ``run``, so queries can follow a run that restarts on other nodes.
 """
 
 from __future__ import annotations
@@ -22,78 +22,86 @@ from trainer.errors import TrainerError
 from trainer.monitor.journal import PARTS, SPENT, TASKS, Record
 from trainer.ranks.world import World
 
-STATES = ("starting", "training", "stopped", "done", "failed")  # the last three are ends
-ANSWER = 1.0  # seconds in which a scrape that has begun is answered
+STATES = ("starting", "training", "stopped", "done", "failed")  # the last three are final
+ANSWER = 1.0  # seconds allowed for answering a scrape that has begun
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _SPLITS = ("train", "heldout")
 
-# name: (type, {label besides run: its values}, help). Exposed as lambert_<name>; prometheus_client adds _total, _info.
+# name: (type, {label other than run: its values}, help). Exposed as lambert_<name>, plus _total or _info by type.
 Table = dict[str, tuple[Any, dict[str, tuple[str, ...]], str]]
 RUN_SERIES: Table = {
-    "run": (Info, {}, "Versions, model, optimizer, ZeRO stage, precision and back ends really in use."),
-    "run_state": (Gauge, {"state": STATES}, "1 for the state that the run is in, 0 for the others."),
-    "ended_timestamp_seconds": (Gauge, {}, "Unix time at which the run stopped, was done or failed; 0 before that."),
-    "last_step_timestamp_seconds": (Gauge, {}, "Unix time at which the last step ended, at first that of the start."),
-    "time_seconds": (Counter, {"state": SPENT}, "Wall time of this process by what it was spent on."),
-    "step": (Gauge, {}, "Optimizer steps taken since the run began, over restarts."),
-    "target_steps": (Gauge, {}, "Optimizer steps that the configuration asks for."),
-    "phase": (Gauge, {}, "Number of the current phase, from 0."),
-    "restarts": (Gauge, {}, "Times that the run was started again, also where it took no step."),
-    "rolled_back_steps": (Gauge, {}, "Steps that were lost at the last restart and are taken again."),
+    "run": (Info, {}, "Versions, model, optimizer, ZeRO stage, precision and back ends actually in use."),
+    "run_state": (Gauge, {"state": STATES}, "1 for the run's current state, 0 for the others."),
+    "ended_timestamp_seconds": (Gauge, {}, "Unix time at which the run stopped, finished or failed; 0 until then."),
+    "last_step_timestamp_seconds": (
+        Gauge,
+        {},
+        "Unix time at which the last step ended; before the first step, the start.",
+    ),
+    "time_seconds": (Counter, {"state": SPENT}, "Wall time of this process, by what it was spent on."),
+    "step": (Gauge, {}, "Optimizer steps taken since the run began, across restarts."),
+    "target_steps": (Gauge, {}, "Optimizer steps set by the configuration."),
+    "phase": (Gauge, {}, "Number of the current phase, starting at 0."),
+    "restarts": (Gauge, {}, "Number of restarts, including those that took no step."),
+    "rolled_back_steps": (Gauge, {}, "Steps lost at the last restart, which are taken again."),
     "steps": (Counter, {}, "Optimizer steps taken by this process."),
-    "skipped_steps": (Counter, {}, "Steps whose gradients overflowed and were not applied."),
+    "skipped_steps": (Counter, {}, "Steps skipped because their gradients overflowed."),
     "clipped_steps": (Counter, {}, "Steps whose gradients were clipped."),
-    "nonfinite": (Counter, {"where": ("loss", "gradient")}, "Applied steps whose loss or gradient is not finite."),
+    "nonfinite": (Counter, {"where": ("loss", "gradient")}, "Applied steps with a non-finite loss or gradient."),
     "samples": (Counter, {}, "Sequences trained on by this process."),
     "tokens": (
         Counter,
         {"kind": ("valid", "padding")},
-        "Valid tokens of applied steps, and padding, in this process.",
+        "Valid tokens of applied steps, and padding tokens, since this process started.",
     ),
-    "targets": (Counter, {}, "Masked tokens that were predicted in this process."),
+    "targets": (Counter, {}, "Masked tokens predicted by this process."),
     "model_flops": (Counter, {}, "Floating-point operations of the model, forward and backward."),
-    "peak_flops": (Gauge, {}, "Operations a second of all the run's devices at their peak; 0 where it is not known."),
+    "peak_flops": (Gauge, {}, "Peak floating-point operations per second of all the run's devices; 0 if unknown."),
     "loss": (Gauge, {"task": TASKS, "split": _SPLITS}, "Mean loss in nats over the last logged steps."),
-    "accuracy_ratio": (Gauge, {"task": TASKS, "split": _SPLITS}, "Share of right predictions over these steps."),
+    "accuracy_ratio": (
+        Gauge,
+        {"task": TASKS, "split": _SPLITS},
+        "Share of correct predictions over the last logged steps.",
+    ),
     "learning_rate": (Gauge, {}, "Learning rate of the last step."),
     "gradient_norm": (Gauge, {}, "Global gradient norm of the last step, unscaled, before clipping."),
-    "loss_scale": (Gauge, {}, "Loss scale of the last step; 1 without fp16."),
+    "loss_scale": (Gauge, {}, "Loss scale of the last step; 1 if not fp16."),
     "trust_ratio": (Gauge, {"statistic": ("min", "mean", "max")}, "LAMB's trust ratios over the adapted tensors."),
     "step_duration_seconds": (Histogram, {}, "Wall time of a step."),
-    "checkpoint_stall_seconds": (Counter, {}, "Time that training stood still for checkpoints of this process."),
-    "checkpoint_failures": (Counter, {}, "Checkpoints of this process that could not be saved."),
-    "checkpoint_duration_seconds": (Gauge, {}, "Time from the last checkpoint's step to its name on the disk."),
+    "checkpoint_stall_seconds": (Counter, {}, "Time that training was stalled by this process's checkpoints."),
+    "checkpoint_failures": (Counter, {}, "Checkpoints that this process failed to save."),
+    "checkpoint_duration_seconds": (Gauge, {}, "Time from the last checkpoint's step until it was complete on disk."),
     "checkpoint_size_bytes": (Gauge, {}, "Size of the last checkpoint."),
-    "checkpoint_step": (Gauge, {}, "Step of the last whole checkpoint, at first that which the run went on from."),
-    "checkpoint_interval_steps": (Gauge, {}, "Steps between two checkpoints, as configured."),
-    "checkpoint_last_success_timestamp_seconds": (Gauge, {}, "Unix time of the last whole checkpoint."),
+    "checkpoint_step": (Gauge, {}, "Step of the last complete checkpoint, initially the one resumed from."),
+    "checkpoint_interval_steps": (Gauge, {}, "Configured steps between checkpoints."),
+    "checkpoint_last_success_timestamp_seconds": (Gauge, {}, "Unix time of the last complete checkpoint."),
 }
 NODE_SERIES: Table = {
-    "rank": (Info, {"rank": ()}, "Node of a rank, its device, and the UUID of its GPU as dcgm-exporter has it."),
-    "step_part_seconds": (Counter, {"rank": (), "part": PARTS}, "Time of a rank's steps by what it did meanwhile."),
-    "memory_peak_bytes": (Gauge, {"rank": ()}, "Highest memory that a rank held on its GPU, without one in all."),
+    "rank": (Info, {"rank": ()}, "Node and device of a rank, and its GPU's UUID as dcgm-exporter reports it."),
+    "step_part_seconds": (Counter, {"rank": (), "part": PARTS}, "Time of a rank's steps, by what it was doing."),
+    "memory_peak_bytes": (Gauge, {"rank": ()}, "Peak memory of a rank: on its GPU, or of its process if it has none."),
 }
 
 
 class Exporter:
-    """The series of this process in a registry of its own, served over HTTP; ``port`` None: not served.
+    """This process's series, in their own registry, served over HTTP unless ``port`` is None.
 
-    Raises TrainerError, one line, where the port cannot be had.
+    Raises TrainerError if the port cannot be opened.
     """
 
     def __init__(self, run: str, port: int | None, address: str, world: World) -> None:
-        # a second series for each counter, which nobody reads
+        # prometheus_client would add a second series for each counter, which nobody reads
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.run, self.registry, self._scrapes = run, CollectorRegistry(), _Scrapes()
-        self.registry.register(self._scrapes)  # before the others: a scrape that it notes has read none of them yet
+        self.registry.register(self._scrapes)  # first, so that it sees a scrape before any series is read
         self.series: dict[str, Any] = {}
-        self._spent: dict[str, float] = {}  # of time_seconds
+        self._spent: dict[str, float] = {}  # already counted in time_seconds
         declared = (RUN_SERIES if world.is_main else {}) | (NODE_SERIES if world.is_local_main else {})
         for name, (kind, labels, text) in declared.items():
             extra = {"buckets": _SECONDS} if kind is Histogram else {}
             made = kind(f"lambert_{name}", text, ["run", *labels], registry=self.registry, **extra)
             self.series[name] = made
-            if kind is not Gauge and kind is not Info:  # a counter that begins at its first event hides that one
+            if kind is not Gauge and kind is not Info:  # a counter must exist before its first event to show it
                 for values in product(*labels.values()):
                     made.labels(run, *values)
         if world.is_main:
@@ -103,7 +111,7 @@ class Exporter:
         if port is not None and world.is_local_main:
             try:
                 Endpoint(port, address, prometheus_client.make_wsgi_app(self.registry))
-            except (OSError, UnicodeError) as error:  # the last: no name of a host
+            except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
                 reason = error.strerror if isinstance(error, OSError) else "no such host"
                 raise TrainerError(
                     f"metrics.port {port} on {address} cannot be opened ({reason}): set another metrics.port, "
@@ -111,11 +119,11 @@ class Exporter:
                 ) from None
 
     def __call__(self, name: str, *labels: object) -> Any:
-        """The series ``name`` at the values of its labels besides ``run``."""
+        """The series ``name`` with these values of its labels other than ``run``."""
         return self.series[name].labels(self.run, *labels)
 
     def publish(self, records: list[Record]) -> None:
-        """Turn what is written into the JSON lines into series; those of the run, so by global rank 0."""
+        """Update the run's series from the records of the journal. Called on global rank 0 only."""
         steps = [record for record in records if record["event"] == "step"]
         if steps:
             self._publish_steps(steps)
@@ -142,24 +150,24 @@ class Exporter:
                     self("ended_timestamp_seconds").set(record["time"])
 
     def publish_progress(self, state: TrainState, ended: float) -> None:
-        """How far the run is, after each step."""
+        """Update the run's progress after a step."""
         for name in ("step", "phase"):
             self(name).set(getattr(state, name))
         self("last_step_timestamp_seconds").set(ended)
 
     def publish_rank(self, rank: int, parts: dict[str, float], memory: float) -> None:
-        """What a rank of this node has told: seconds of PARTS since the last time, bytes."""
+        """Update the series of one rank of this node: seconds of PARTS since the last call, and memory in bytes."""
         for part in PARTS:
             self("step_part_seconds", rank, part).inc(parts.get(part, 0.0))
         self("memory_peak_bytes", rank).set(memory)
 
     def set_state(self, state: str) -> None:
-        """One of STATES."""
+        """Set the run's state, one of STATES."""
         for one in STATES:
             self("run_state", one).set(one == state)
 
     def _publish_steps(self, steps: list[Record]) -> None:
-        """Counters add up the steps; gauges are the last one's, or the mean of all."""
+        """Add the steps to the counters; gauges show the last step, or the mean of the steps."""
         for step in steps:
             self("step_duration_seconds").observe(step["seconds"])
             self("steps" if step["applied"] else "skipped_steps").inc()
@@ -189,13 +197,13 @@ class Exporter:
         self("checkpoint_last_success_timestamp_seconds").set(record["time"])
 
     def _publish_time(self, spent: dict[str, float]) -> None:
-        """``spent``: seconds of this process so far."""
+        """Update time_seconds. ``spent``: this process's seconds so far, by what they were spent on."""
         for state, seconds in spent.items():
             self("time_seconds", state).inc(seconds - self._spent.get(state, 0.0))
         self._spent = spent
 
     def _publish_tasks(self, records: list[Record], split: str) -> None:
-        """Means over the records that know a task; a task that none knows has no series."""
+        """Publish means over the records that have a task; a task in none of them has no series."""
         for task in TASKS:
             for series, figure in (("loss", f"{task}_loss"), ("accuracy_ratio", f"{task}_accuracy")):
                 known = [record[figure] for record in records if figure in record]
@@ -205,7 +213,7 @@ class Exporter:
                     self.series[series].remove(self.run, task, split)
 
     def linger(self, seconds: float) -> None:
-        """Wait until Prometheus has read what it now says, at most ``seconds``; not at all if it never came."""
+        """Wait up to ``seconds`` for Prometheus to scrape the final values; do not wait if it has never scraped."""
         if self._scrapes.came.is_set():
             self._scrapes.came.clear()
             if self._scrapes.came.wait(seconds):
@@ -213,7 +221,7 @@ class Exporter:
 
 
 class _Scrapes:
-    """Notes that the registry is read. It has no series."""
+    """A collector without series that notices when the registry is scraped."""
 
     def __init__(self) -> None:
         self.came = Event()
@@ -224,5 +232,5 @@ class _Scrapes:
         return iter(())
 
     def describe(self) -> list[Metric]:
-        """Called in place of ``collect`` when the registry learns of it."""
+        """Called instead of ``collect`` when the collector is registered."""
         return []

@@ -1,4 +1,4 @@
-"""What a run's journal comes to: its steps as they count, each once, and what happened beside them."""
+"""A run's history, read from its journal: every step once, as it finally counted, and the events around them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _CHECKPOINT = ("step", "seconds", "stall_seconds", "bytes")
 
 
 class Table:
-    """Rows of numbers by ascending step, NaN where a record lacks one: eight bytes a number, for a million steps."""
+    """Rows of numbers in order of step, NaN if a record lacks one. Compact enough for a million steps."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self.keys = keys  # the first is "step"
         self._numbers = array("d")
 
     def add(self, record: Record) -> None:
-        """Append the record's row in place of any of its step and later."""
+        """Append the record's row, replacing any rows of the same and later steps."""
         self.cut(record["step"] - 1)
         values = (record.get(key) for key in self.keys)
         self._numbers.extend(float("nan") if value is None else float(value) for value in values)
@@ -45,42 +45,42 @@ class Table:
             del self._numbers[-len(self.keys) :]
 
     def columns(self) -> Columns:
-        """Key to its numbers, (rows,) each."""
+        """A mapping from each key to its numbers, (rows,)."""
         rows = np.array(self._numbers).reshape(-1, len(self.keys))
         return dict(zip(self.keys, rows.T, strict=True))
 
 
 @dataclass(frozen=True)
 class History:
-    """A run over all its attempts. Columns are empty, or hold NaN, where its journal is older than they are."""
+    """A run over all its attempts. Columns are empty or NaN if the journal is from a version that lacked them."""
 
-    steps: Columns  # those taken; one that was repeated after a restart as it was repeated
-    skipped: list[int]  # for each attempt that overflowed, the steps taken before it
+    steps: Columns  # the steps taken; if one was repeated after a restart, its last repetition
+    skipped: list[int]  # for each skipped step, the number of steps taken before it
     heldout: Columns
-    ranks: Columns  # means of a step since the row before: seconds of its parts; extremes over the ranks
+    ranks: Columns  # since the row before, per step: mean seconds of the parts, and extremes over the ranks
     checkpoints: Columns
     failed: Columns  # checkpoints that could not be saved
-    restarts: list[int]  # steps from which the run went on
-    facts: dict[str, str]  # what the last attempt said of itself
-    end: str  # how it ended, and why if it failed; empty for one that runs, or was killed
-    spent: dict[str, float] = field(default_factory=dict)  # seconds of the attempts, by what they went to
-    wall: float | None = None  # seconds from the run's beginning to its last line
+    restarts: list[int]  # steps from which the run resumed
+    facts: dict[str, str]  # the start record of the last attempt
+    end: str  # how the run ended, and why if it failed; empty if it is running or was killed
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of all attempts, by what they were spent on
+    wall: float | None = None  # seconds from the run's start to its last line
 
     @property
     def down(self) -> float:
-        """Seconds of the wall time that no attempt accounts for: between a kill and the next start."""
+        """Seconds of wall time outside all attempts, such as between a kill and the next start."""
         return max(0.0, (self.wall or 0.0) - sum(self.spent.values()))
 
     @property
     def goodput(self) -> float | None:
-        """Productive share of the wall time; None for a journal without times."""
+        """The productive share of the wall time; None for a journal without times."""
         return self.spent["productive"] / self.wall if self.wall and "productive" in self.spent else None
 
 
 def read_history(folder: Path) -> History:
-    """Read ``metrics.jsonl``. A line that a kill cut short is left out.
+    """Read a run's ``metrics.jsonl``. A line truncated by a kill is skipped.
 
-    Raises TrainerError when there is none, it cannot be read or it holds no step.
+    Raises TrainerError if the file is missing, cannot be read, or contains no step.
     """
     path = folder / JOURNAL
     if not path.is_file():
@@ -92,16 +92,14 @@ def read_history(folder: Path) -> History:
     except OSError as error:
         raise TrainerError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise TrainerError(
-            f"{path} holds a line that no trainer wrote ({shown(error)}): name the folder of a run"
-        ) from None
+        raise TrainerError(f"{path} contains an invalid record ({shown(error)}): name the folder of a run") from None
     if not len(reader.steps.columns()["step"]):
-        raise TrainerError(f"{path} holds no step yet: look again after the first ones")
+        raise TrainerError(f"{path} contains no step yet: try again after the first steps")
     return reader.history()
 
 
 class _Reader:
-    """Takes a journal's records in their order."""
+    """Builds a history from a journal's records, taken in order."""
 
     def __init__(self) -> None:
         self.steps, self._heldout, self._ranks = Table(_STEP), Table(("step", *_FIGURES)), Table(_RANKS)
@@ -109,15 +107,15 @@ class _Reader:
         self._plain = {"heldout": self._heldout, "checkpoint": self._checkpoints, "checkpoint_failed": self._failed}
         self._skipped: list[int] = []
         self._restarts: list[int] = []
-        self._attempts: list[dict[str, float]] = []  # what each has spent, as it said last
+        self._attempts: list[dict[str, float]] = []  # the time spent by each, from its last record
         self._facts: dict[str, str] = {}
         self._end = ""
-        self._times: list[float] = []  # the first and the last
+        self._times: list[float] = []  # of the first and the last record
         self._seen, self._last = 0, 0
-        self._begun, self._again = False, False  # a step was read; and an attempt has begun since the last one
+        self._begun, self._again = False, False  # whether a step was read, and an attempt began since the last step
 
     def read(self, record: Record) -> None:
-        """Take the next record. Raises KeyError, TypeError or ValueError when it is not a trainer's."""
+        """Take the next record. Raises KeyError, TypeError or ValueError if it is not from a trainer."""
         if not 0 <= record.get("step", 0) <= MOST_STEPS:
             raise ValueError(f"step {shown(record['step'])}")
         if "time" in record:
@@ -142,7 +140,7 @@ class _Reader:
                 self._ranks.add({**record, **record["parts"], **dict(compute)})
 
     def _step(self, record: Record) -> None:
-        before = record["step"] - bool(record["applied"])  # steps taken before this attempt at one
+        before = record["step"] - bool(record["applied"])  # steps taken before this one
         if self._again or record["restarts"] > self._seen or before < self._last:
             self._seen, self._again = record["restarts"], False
             self._restarts.append(before)
@@ -156,12 +154,12 @@ class _Reader:
             self._skipped.append(before)
 
     def history(self) -> History:
-        """All of it."""
+        """The history of all records taken so far."""
         spent: dict[str, float] = {}
         for attempt in self._attempts:
             for on, seconds in attempt.items():
                 spent[on] = spent.get(on, 0.0) + seconds
-        begun = self._attempts[0].get("start", 0.0) if self._attempts else 0.0  # it says so only when it has started
+        begun = self._attempts[0].get("start", 0.0) if self._attempts else 0.0  # known only once it has started
         return History(
             steps=self.steps.columns(),
             skipped=self._skipped,

@@ -1,4 +1,4 @@
-"""A run's JSON lines: what is written there was said first, and survives without Prometheus."""
+"""The run's JSONL log, written before any exporter sees a record, and complete without Prometheus."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from data_prep.json_text import parse_json
 
 Record = dict[str, Any]
 JOURNAL = "metrics.jsonl"  # in the run's folder
-SPENT = ("start", "productive", "rework", "skipped", "data", "checkpoint", "evaluation")  # an attempt's whole time
-PARTS = ("data", "forward", "backward", "reduce", "optimizer")  # a step's time on a rank
+SPENT = ("start", "productive", "rework", "skipped", "data", "checkpoint", "evaluation")  # where an attempt's time goes
+PARTS = ("data", "forward", "backward", "reduce", "optimizer")  # where a step's time on a rank goes
 TASKS = ("mlm", "nsp")
 _STEP = re.compile(rb'"step": (\d{1,15})(?!\d)')
-_LONGEST = 1 << 20  # bytes of a line; ours have some hundred
+_LONGEST = 1 << 20  # bytes of a line; ours have a few hundred
 _ATTEMPT = b'{"event": "attempt"'
 
 
 class Journal:
-    """Appends to one file of JSON lines; the file may be another attempt's, which was killed while it wrote."""
+    """Appends to one JSONL file. The file may come from an earlier attempt that was killed while writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._whole = False  # whether the last line is known to have its end
+        self._whole = False  # whether the last line is known to be complete
         self._losing = False
 
     def write(self, records: list[Record]) -> None:
-        """Append the records. A disk that is full costs lines, and one printed line that says so, but no run."""
+        """Append the records. If the disk is full, lines are lost and one warning is printed, but the run continues."""
         text = "".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records)
         try:
             with self.path.open("ab+") as file:
@@ -44,28 +44,28 @@ class Journal:
             self._whole, self._losing = True, False
         except OSError as error:
             if not self._losing:
-                say(f"{self.path} loses lines until it can be written again: {error}")
+                say(f"{self.path}: losing lines until it can be written again: {error}")
             self._losing = True
 
 
 def say(text: str) -> None:
-    """Print a line. Where the log is on a disk that is full, the line is lost, and no run."""
+    """Print a line. If the log is on a full disk, the line is lost, but the run continues."""
     with suppress(OSError):
         print(f"lambert: {text}", flush=True)
 
 
 def read_lines(path: Path) -> list[Record]:
-    """All lines of a journal; see `lines`."""
+    """All records of a journal; see `lines`."""
     return list(lines(path))
 
 
 def lines(path: Path) -> Iterator[Record]:
-    """The JSON objects on a file's lines, one by one. Lines that hold none are passed over: a kill may have cut one.
+    """Yield the JSON object on each line of a file. Other lines are skipped: a kill may have truncated one.
 
-    Raises OSError when the file cannot be read.
+    Raises OSError if the file cannot be read.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in iter(partial(file.readline, _LONGEST), ""):  # a longer one comes in pieces, and is none of ours
+        for line in iter(partial(file.readline, _LONGEST), ""):  # a longer line is not ours and arrives in pieces
             try:
                 record = parse_json(line)
             except ValueError:
@@ -75,9 +75,9 @@ def lines(path: Path) -> Iterator[Record]:
 
 
 def past(path: Path) -> tuple[int, int]:
-    """The highest step that a journal knows of, also of attempts that were rolled back, and the number of attempts.
+    """The highest step in a journal, including steps that were rolled back, and the number of attempts.
 
-    Without a journal both are 0. Looks for these alone: a run of a million steps is searched in seconds, not parsed.
+    Both are 0 without a journal. The lines are searched rather than parsed, so a million steps take only seconds.
     """
     highest = attempts = 0
     if path.exists():
@@ -90,12 +90,12 @@ def past(path: Path) -> tuple[int, int]:
 
 
 def tokens_per_second(record: Record) -> float | None:
-    """Of a step, valid tokens; None where its clock saw no time pass."""
+    """A step's valid tokens per second; None if the clock measured no time."""
     return record["tokens"] / record["seconds"] if record["seconds"] else None
 
 
 def _end_last_line(file: BinaryIO) -> None:
-    """A kill may have cut the last line short; the next one must not grow out of it."""
+    """End a last line that a kill truncated, so that the next record starts on its own line."""
     if file.seek(0, os.SEEK_END) > 0:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
@@ -103,7 +103,7 @@ def _end_last_line(file: BinaryIO) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The value with null, at any depth, for what is not finite: JSON cannot say it."""
+    """The value with null, at any depth, for numbers that are not finite, which JSON cannot express."""
     match value:
         case float():
             return value if math.isfinite(value) else None

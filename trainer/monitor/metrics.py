@@ -1,7 +1,7 @@
-"""What a run says about itself: JSON lines on disk first, Prometheus, TensorBoard by choice, and the progress line.
+"""A run's metrics: collected per step, then written to the journal, Prometheus, TensorBoard and the progress line.
 
-Steps are noted as they end, without a word between ranks and without waiting for a device; every
-``log_every_steps`` their numbers are completed over the ranks and published.
+Steps are recorded as they end, without communication between ranks and without waiting for a device. Every
+``log_every_steps`` steps, the ranks combine their numbers and rank 0 publishes them, to the journal first.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from trainer.ranks.world import LONGEST, World
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Where the numbers go, and how often."""
+    """Where metrics are published, and how often."""
 
-    port: int | None = 9464  # of the node's exporter; null switches it off
+    port: int | None = 9464  # port of each node's Prometheus exporter; null: no exporter
     address: str = "0.0.0.0"  # address that the exporter listens on
-    # ranks talk to one another about numbers, and about a SIGTERM, only then; below a minute, or rates look like jumps
+    # steps between updates of the metrics; ranks also notice a SIGTERM only then; keep it under a minute of training
     log_every_steps: int = 10
-    print_seconds: float = 3.0  # between two progress lines, at least
-    linger_seconds: float = 20.0  # at most, after the end, for one more scrape; launchers kill after 30
-    tensorboard: bool = False  # also event files, in the run's folder
-    device_teraflops: float | None = None  # peak of one device, for the MFU; null: of known GPUs, in dense fp16
+    print_seconds: float = 3.0  # minimum time between two progress lines
+    linger_seconds: float = 20.0  # maximum wait for one more scrape after the end; launchers kill after 30
+    tensorboard: bool = False  # also write event files to the run's folder
+    device_teraflops: float | None = None  # peak of one device, for the MFU; null: a known GPU's dense fp16 peak
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """Every invalid setting, with what to change."""
         found = []
         if self.port is not None and not 1 <= self.port <= 65535:
             found.append(f"port is {shown(self.port)}: must lie between 1 and 65535, or be null for no exporter")
@@ -64,19 +64,19 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class Subject:
-    """The run that the numbers are of."""
+    """The run that the metrics describe."""
 
     name: str
     folder: Path
     model: ModelConfig
     target_steps: int
-    checkpoint_steps: int  # between two checkpoints
-    clipping: float = 0.0  # bound of the gradient norm; 0: none
+    checkpoint_steps: int  # steps between two checkpoints
+    clipping: float = 0.0  # upper bound of the gradient norm; 0: none
 
 
 @dataclass
 class _Pending:
-    """A step whose numbers are still on the device."""
+    """A step whose metrics are still on the device."""
 
     state: TrainState
     batch: StepBatch
@@ -88,26 +88,26 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Told:
-    """What the ranks have told one another, over the steps since the last time."""
+    """The numbers that all ranks exchanged, for the steps since the last exchange."""
 
     parts: Tensor  # (ranks, PARTS) seconds
-    memory: Tensor  # (ranks,) bytes, the highest so far
-    tokens: int  # that went through the model, on all ranks
+    memory: Tensor  # (ranks,) bytes, the peak so far
+    tokens: int  # tokens processed by the model, on all ranks
 
     @property
     def compute(self) -> Tensor:
-        """(ranks,) seconds of a rank's own work; in the rest it waits for the others."""
+        """(ranks,) seconds of each rank's own work, without the time it waits for other ranks."""
         return self.parts.sum(1) - self.parts[:, PARTS.index("reduce")]
 
 
 class Metrics:
-    """Collects steps, and every ``log_every_steps`` agrees over the ranks, writes, exports and prints."""
+    """Collects steps; every ``log_every_steps`` steps it combines them over the ranks and publishes them."""
 
     def __init__(self, config: MetricsConfig, subject: Subject, world: World, watch: Stopwatch) -> None:
         self.config, self.subject, self.world, self.watch = config, subject, world, watch
         self.exporter = Exporter(subject.name, config.port, config.address, world)
-        self.spent = dict.fromkeys(SPENT, 0.0)  # seconds of this process, all of them
-        self.reached = 0  # the last step that this rank knows to have ended
+        self.spent = dict.fromkeys(SPENT, 0.0)  # all seconds of this process, by what they were spent on
+        self.reached = 0  # the last step that ended on this rank
         self._clock = time.perf_counter()
         self._pending: list[_Pending] = []
         self._printed, self._waited, self._tokens, self._known_steps = 0.0, 0.0, 0, 0
@@ -122,9 +122,9 @@ class Metrics:
             self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 
     def describe(self, state: TrainState, facts: dict[str, str], devices: Sequence[dict[str, str]] = ()) -> None:
-        """Say once what really runs, and from where on: in the log, as the metrics and in the JSON lines.
+        """Publish once what is running, and from which step on: in the log, the journal and Prometheus.
 
-        ``devices``: `device_facts` as each rank told them; without, all ranks are taken to be on this one's.
+        ``devices``: each rank's `device_facts`; if empty, all ranks are assumed to be on this rank's device.
         """
         devices = devices or [device_facts(self.world.device)] * self.world.size
         self.reached = state.step
@@ -135,7 +135,7 @@ class Metrics:
         if self.world.is_main:
             if self.config.tensorboard:
                 self._outlets.append(EventFiles(self.subject.folder / "tensorboard", state.step).write)
-            self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label of all
+            self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label already
             self.exporter.publish_progress(state, time.time())
             lost = max(0, self._known_steps - state.step)
             begun = {"time": time.time(), "step": state.step, "rolled_back": lost}
@@ -144,18 +144,18 @@ class Metrics:
         self.spend("start")
 
     def changed(self, step: int, changes: Changes) -> None:
-        """Write down what changed since the checkpoint of ``step`` that the run goes on from."""
+        """Record the settings that changed since the checkpoint of ``step`` from which the run resumes."""
         if self.world.is_main:
             self._publish([{"event": "changed", "time": time.time(), "step": step, "settings": changes}])
 
     def spend(self, on: str) -> None:
-        """The time since the last call was spent on that, one of SPENT, and belongs to no step."""
+        """Count the time since the last call as spent ``on`` one of SPENT, outside any step."""
         now = time.perf_counter()
         self.spent[on] += now - self._clock
         self._clock = now
 
     def step(self, state: TrainState, batch: StepBatch, result: StepResult, rate: float) -> None:
-        """Take note of a step; ``state`` is the one after it."""
+        """Record a step; ``state`` is the state after it."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         waited = min(batch.wait_seconds, seconds)
@@ -165,7 +165,7 @@ class Metrics:
         self._waited += waited
         self._tokens += sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)
         self.reached = state.step
-        told = replace(batch, micro_batches=())  # the numbers are wanted, not the tensors
+        told = replace(batch, micro_batches=())  # keep only the counts, not the tensors
         self._pending.append(_Pending(state, told, result, rate, seconds))
         if self.world.is_main:
             self.exporter.publish_progress(state, self._pending[-1].ended)
@@ -173,9 +173,9 @@ class Metrics:
             self.flush()
 
     def flush(self) -> None:
-        """Complete the pending steps' numbers over the ranks and publish them. Every rank calls it.
+        """Combine the pending steps' metrics over the ranks and publish them. Every rank must call it.
 
-        Raises TrainerError on all ranks when a loss or a gradient norm of an applied step is not finite.
+        Raises TrainerError on all ranks if the loss or gradient norm of an applied step is not finite.
         """
         if not self._pending:
             return
@@ -196,7 +196,7 @@ class Metrics:
         _require_finite(records)
 
     def heldout(self, state: TrainState, figures: dict[str, float]) -> None:
-        """Publish an evaluation on held-out data."""
+        """Publish the metrics of an evaluation on held-out data."""
         if self.world.is_main:
             self._publish([{"event": "heldout", "time": time.time(), "step": state.step, **figures}])
             for series, figure in (("loss", "mask_loss"), ("accuracy_ratio", "mask_accuracy")):
@@ -206,7 +206,7 @@ class Metrics:
         self.spend("evaluation")
 
     def checkpoint(self, saved: Saved) -> None:
-        """Publish what became of a save."""
+        """Publish the outcome of a save."""
         if not self.world.is_main:
             return
         at = {"time": saved.ended, "step": saved.step, "stall_seconds": saved.stall_seconds}
@@ -215,25 +215,28 @@ class Metrics:
             self._say(saved.step, f"no checkpoint: {saved.failure}")
             return
         self._publish([{"event": "checkpoint", **at, "seconds": saved.seconds, "bytes": saved.size}])
-        times = f"in {saved.seconds:.2f} s, training stood still for {saved.stall_seconds:.2f} s"
+        times = f"in {saved.seconds:.2f} s, training stalled for {saved.stall_seconds:.2f} s"
         self._say(saved.step, f"saved {saved.folder} ({saved.size / 1e6:.1f} MB {times})")
         if saved.leftover:
             self._say(saved.step, f"warning: left behind: {saved.leftover}")
 
     def end(self, how: str, error: BaseException | str | None = None) -> None:
-        """Say that the run is "done", "stopped" or "failed", and why. Meets no other rank: pending steps are lost."""
+        """Publish that the run is "done", "stopped" or "failed", and why.
+
+        Calls no collective, so metrics of pending steps are lost.
+        """
         if self.world.is_main:
-            diverged = isinstance(error, NotFiniteError)  # which no step's record tells
+            diverged = isinstance(error, NotFiniteError)  # this shows in no step's record
             facts = {"how": how, "reason": str(error or ""), "diverged": diverged}
             self._publish([{"event": "end", "time": time.time(), "spent": dict(self.spent), **facts}])
 
     def linger(self) -> None:
-        """Let Prometheus hear of the end, if it has been listening."""
+        """Give Prometheus time to scrape the end of the run, if it has scraped before."""
         if self.world.is_main:
             self.exporter.linger(self.config.linger_seconds)
 
     def _tell(self) -> _Told:
-        """Every rank's few numbers on every rank."""
+        """Exchange each rank's numbers, so that every rank has all of them."""
         cuda = self.world.device.type == "cuda"
         parts = {**self.watch.read(), "data": self._waited}
         memory = torch.cuda.max_memory_allocated(self.world.device) if cuda else getrusage(RUSAGE_SELF).ru_maxrss << 10
@@ -246,7 +249,7 @@ class Metrics:
         return _Told(table[:, :-2], table[:, -2], int(table[:, -1].sum()))
 
     def _notes(self, pending: list[_Pending], told: _Told) -> list[Record]:
-        """What is written beside the steps: about the ranks, a step on the average, and about the whole time."""
+        """The records that go with the steps: one about the ranks, averaged per step, and one about the time spent."""
         at = {"time": pending[-1].ended, "step": pending[-1].state.step}
         compute = told.compute / len(pending)
         ranks = {
@@ -259,11 +262,11 @@ class Metrics:
         return [{"event": "ranks", **at, **ranks}, {"event": "time", **at, "spent": dict(self.spent)}]
 
     def _ranks(self) -> range:
-        """Those of this node; its local rank 0 asks."""
+        """The ranks of this node. Called on its local rank 0."""
         return range(self.world.rank, self.world.rank + self.world.local_size)
 
     def _peak_flops(self) -> float:
-        """Of all devices of the run, which are taken to be alike; 0 where a device's is not known."""
+        """Peak FLOP/s of all the run's devices, assumed to be alike; 0 if unknown."""
         if self.config.device_teraflops is not None:
             return self.config.device_teraflops * 1e12 * self.world.size
         cuda = self.world.device.type == "cuda"
@@ -279,7 +282,7 @@ class Metrics:
             return
         self._printed = now
         seconds = _mean(records, "seconds")
-        records = [record for record in records if record["applied"]] or records  # others' losses may be NaN
+        records = [record for record in records if record["applied"]] or records  # a skipped step's loss may be NaN
         left = (self.subject.target_steps - last.state.step) * seconds
         tasks = [
             f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "
@@ -297,7 +300,7 @@ class Metrics:
         say(f"step {step}/{self.subject.target_steps}  {text}")
 
     def _record(self, pending: _Pending, sums: list[float], norm: float, trust: dict[str, float]) -> Record:
-        """One step: sums over the global batch made means. Data without pairs have no second task."""
+        """The record of one step, with sums over the global batch turned into means. Without pairs there is no NSP."""
         total, counts, result = dict(zip(Output._fields, sums, strict=True)), pending.batch.counts, pending.result
         divisors = {"mlm": max(counts.targets, 1)} | ({"nsp": counts.pairs} if counts.pairs else {})
         losses = {f"{task}_loss": total[f"{task}_loss"] / count for task, count in divisors.items()}
@@ -325,7 +328,7 @@ class Metrics:
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """What a rank tells of where it runs, which the others of its node need not see."""
+    """The node and device of this rank, which ranks of other nodes cannot see."""
     facts = {"node": socket.gethostname(), "device": device.type, "gpu_uuid": ""}
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
@@ -334,7 +337,7 @@ def device_facts(device: torch.device) -> dict[str, str]:
 
 
 def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:
-    """What each step's trust ratios come to, nothing where there are none; the device is asked once."""
+    """Minimum, mean and maximum of each step's trust ratios, empty for a step without; read with one device sync."""
     known = [torch.stack([trust.min(), trust.mean(), trust.max()]) for trust in trusts if trust is not None]
     rows = iter(torch.stack(known).tolist() if known else [])
     names = ("trust_min", "trust_mean", "trust_max")
@@ -342,7 +345,7 @@ def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:
 
 
 def _mean(records: list[Record], name: str) -> float:
-    """Over the records that have it, one at least."""
+    """The mean over the records that have this value; there must be at least one."""
     values = [float(record[name]) for record in records if name in record]
     return sum(values) / len(values)
 
@@ -352,5 +355,5 @@ def _require_finite(records: list[Record]) -> None:
         if record["applied"] and not (math.isfinite(record["loss"]) and math.isfinite(record["gradient_norm"])):
             raise TrainerError(
                 f"step {record['step']}: loss {record['loss']}, gradient norm {record['gradient_norm']}: training "
-                "diverged; lower the learning rate or lengthen the warm-up, and start again from the last checkpoint"
+                "diverged; lower the learning rate or lengthen the warm-up, and resume from the last checkpoint"
             )

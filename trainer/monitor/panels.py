@@ -1,4 +1,4 @@
-"""The panels of a run's report: each knows whether there is something to draw, and draws it into its axes."""
+"""The panels of a run's report. Each knows whether it has data to show, and draws them into its axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INK, FAINT = "#20262e", "#6b7480"
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 VIOLET, ROSE, RED = "#7b3fa0", "#cc6677", "#d1242f"
 PARTS = {"forward": BLUE, "backward": SKY, "optimizer": GREEN, "reduce": ROSE, "data": ORANGE}
-STYLE = {  # of all pictures about a run
+STYLE = {  # for all figures about a run
     "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": FAINT,
@@ -36,25 +36,25 @@ STYLE = {  # of all pictures about a run
     "legend.fontsize": 9,
     "lines.solid_capstyle": "round",
 }
-_POINTS = 2000  # more of them no picture shows
-_MANY = 60  # marks, which then get smaller
-_WINDOWS = 120  # of the time split
-_STRAGGLER = 1.2  # from here on the alert fires
+_POINTS = 2000  # more points than this cannot be seen in a figure
+_MANY = 60  # with more marks than this, they are drawn smaller
+_WINDOWS = 120  # number of windows in the panel of a step's time
+_STRAGGLER = 1.2  # the alert's threshold
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes against the step."""
+    """One plot over the steps of a run."""
 
     name: str
     unit: str
     known: Callable[[History], bool]  # whether there is anything to draw
-    draw: Callable[[Axes, History], str]  # returns the words beside the panel's name
-    aside: float = 0.0  # inches that a legend needs right of the axes
+    draw: Callable[[Axes, History], str]  # returns the text to the right of the panel's name
+    aside: float = 0.0  # inches for a legend to the right of the axes
 
 
 def smooth(values: Numbers) -> Numbers:
-    """Mean over the fiftieth of the values around each (rows,), near an end over those that there are of it."""
+    """Moving mean (rows,) over a window of 2 % of the values, which is truncated at both ends."""
     rows, reach = np.arange(len(values)), len(values) // 100
     sums = np.concatenate([[0.0], np.cumsum(values)])
     first, end = np.maximum(rows - reach, 0), np.minimum(rows + reach + 1, len(values))
@@ -62,25 +62,25 @@ def smooth(values: Numbers) -> Numbers:
 
 
 def smooth_logarithm(values: Numbers) -> Numbers:
-    """The same of what spans decades: a spike shall not hide its neighbours."""
+    """`smooth` for values that span decades: on logarithms, so that a spike does not hide its neighbors."""
     return np.exp(smooth(np.log(values))) if values.min() > 0 else smooth(values)
 
 
 def median_rate(history: History, key: str) -> float:
-    """Of a step's ``key`` a second; NaN when that is not known."""
+    """The median over the steps of ``key`` per second; NaN if unknown."""
     _, amounts, seconds = present(history.steps, key, "seconds")
     timed = seconds > 0
     return float(np.median(amounts[timed] / seconds[timed])) if timed.any() else float("nan")
 
 
 def present(columns: Columns, *keys: str) -> list[Numbers]:
-    """Steps and values, where all of these are numbers: (points,) each."""
+    """Steps and values (points,) of the rows in which all of these keys are finite."""
     rows = np.all([np.isfinite(columns[key]) for key in keys], axis=0)
     return [columns[key][rows] for key in ("step", *keys)]
 
 
 def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """At most some thousand of the points: of each stretch its lowest and its highest, in their order."""
+    """Reduce a curve to a few thousand points: the lowest and the highest of each stretch, in order."""
     if len(x) <= 2 * _POINTS:
         return x, y
     kept: set[int] = set()
@@ -91,18 +91,18 @@ def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def strided(*columns: Numbers) -> list[Numbers]:
-    """At most some thousand rows, evenly: enough for what is smooth."""
+    """Reduce smooth curves to a few thousand evenly spaced rows."""
     rows = np.linspace(0, len(columns[0]) - 1, min(len(columns[0]), _POINTS)).astype(int)
     return [column[rows] for column in columns]
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """A number with three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _line(axes: Axes, x: Numbers, y: Numbers, bold: Numbers, label: str | None = None, color: str = BLUE) -> None:
-    """The values, and bold over them their mean."""
+    """Draw the values as a thin line, with the ``bold`` mean on top."""
     axes.plot(*thinned(x, y), color=color, alpha=0.25, linewidth=0.8)
     axes.plot(*thinned(x, bold), color=color, linewidth=1.8, label=label)
 
@@ -166,16 +166,16 @@ def _scale(axes: Axes, history: History) -> str:
 def _trust(axes: Axes, history: History) -> str:
     x, least, mean, most = present(history.steps, "trust_min", "trust_mean", "trust_max")
     x, least, mean, most = strided(x, *(smooth_logarithm(values) for values in (least, mean, most)))
-    axes.fill_between(x, least, most, color=SKY, alpha=0.3, linewidth=0, label="least to greatest tensor")
+    axes.fill_between(x, least, most, color=SKY, alpha=0.3, linewidth=0, label="range over tensors")
     axes.plot(x, mean, color=BLUE, linewidth=1.8, label="mean")
     _logarithmic(axes, np.concatenate([least, 3 * most]))
     axes.set_ylim(top=3 * most.max())
     axes.legend(loc="upper right", ncols=2)
-    return f"now {number(mean[-1])} in the mean"
+    return f"mean now {number(mean[-1])}"
 
 
 def _logarithmic(axes: Axes, y: Numbers) -> None:
-    """A logarithmic axis where all values have a logarithm; within few decades its ticks between them are named."""
+    """Make the y axis logarithmic if all values are positive; over few decades, label ticks within a decade too."""
     if not len(y) or y.min() <= 0:
         return
     axes.set_yscale("log")
@@ -192,7 +192,7 @@ def _skipped(axes: Axes, history: History) -> None:
 
 
 def _rug(axes: Axes, x: Numbers, color: str, height: float, label: str) -> None:
-    """A tick at each of these steps, near the lower edge."""
+    """Draw a tick at each of these steps, near the bottom."""
     if len(x):
         x = np.unique(np.round(x / (x.max() or 1), 3)) * x.max() if len(x) > _POINTS else x
         height_of_axes = axes.get_xaxis_transform()
@@ -213,7 +213,7 @@ def _throughput(axes: Axes, history: History) -> str:
 
 
 def _paced(history: History) -> list[Numbers]:
-    """Steps, tokens, seconds, of the steps that took time."""
+    """Steps, tokens and seconds, of the steps with a measured time."""
     x, tokens, seconds = present(history.steps, "tokens", "seconds")
     return [column[seconds > 0] for column in (x, tokens, seconds)]
 
@@ -230,11 +230,11 @@ def _split(axes: Axes, history: History) -> str:
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _name_layers(axes, (seconds.sum(1) / seconds.sum()).tolist())
-    return f"{_seconds(sum(float(part[-1]) for part in parts))} a step"
+    return f"{_seconds(sum(float(part[-1]) for part in parts))} per step"
 
 
 def _name_layers(axes: Axes, shares: Sequence[float]) -> None:
-    """The legend stands right of the axes, in the layers' order from the top."""
+    """Add a legend to the right of the axes, in the order of the layers from the top."""
     labels = [f"{name} {share:.0%}" for name, share in zip(PARTS, shares, strict=True)]
     handles = [axes.collections[number] for number in range(len(labels))]
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -259,8 +259,8 @@ def _saving(axes: Axes, history: History) -> str:
     if len(x):
         if len(x) <= _MANY:
             axes.vlines(x, 0, np.maximum(seconds, stall), color=FAINT, linewidth=1, alpha=0.5, clip_on=False)
-        axes.plot(x, seconds, "o", color=SKY, label="until it was whole", clip_on=False)
-        axes.plot(x, stall, "o", color=BLUE, markersize=5, label="training stood still", clip_on=False)
+        axes.plot(x, seconds, "o", color=SKY, label="until complete", clip_on=False)
+        axes.plot(x, stall, "o", color=BLUE, markersize=5, label="training stalled", clip_on=False)
     at, lost = present(history.failed, "stall_seconds")
     if len(at):
         axes.plot(at, lost, "X", color=RED, markersize=9, label="failed", zorder=4, clip_on=False)
@@ -300,8 +300,8 @@ ROWS = (
     (
         Panel("MLM loss", "nats", _has("mlm_loss"), _learning("mlm_loss", BLUE)),
         Panel("NSP loss", "nats", _has("nsp_loss"), _learning("nsp_loss", VIOLET)),
-        Panel("MLM accuracy", "right predictions", _has("mlm_accuracy"), _learning("mlm_accuracy", BLUE)),
-        Panel("NSP accuracy", "right predictions", _has("nsp_accuracy"), _learning("nsp_accuracy", VIOLET)),
+        Panel("MLM accuracy", "correct predictions", _has("mlm_accuracy"), _learning("mlm_accuracy", BLUE)),
+        Panel("NSP accuracy", "correct predictions", _has("nsp_accuracy"), _learning("nsp_accuracy", VIOLET)),
     ),
     (
         Panel("learning rate", "", _has("learning_rate"), _rate),
@@ -310,7 +310,7 @@ ROWS = (
         Panel("trust ratio of LAMB", "", _has("trust_min", "trust_mean", "trust_max"), _trust),
     ),
     (
-        Panel("throughput", "valid tokens a second", lambda history: len(_paced(history)[0]) > 0, _throughput),
+        Panel("throughput", "valid tokens per second", lambda history: len(_paced(history)[0]) > 0, _throughput),
         Panel("a step's time", "share of the ranks' time", _has(*PARTS), _split, aside=1.25),
         Panel("rank skew", "compute over its mean", _many_ranks, _skew),
         Panel("checkpoints", "seconds", _saved, _saving),

@@ -1,7 +1,7 @@
-"""Published figures of others' runs, with their sources, for those of a run that can be laid beside them.
+"""Published results of other BERT runs, with their sources, to compare a run with.
 
-The data are ``references.json``: nothing is in it that its source does not say. Nobody has published a whole curve in
-numbers, so they are where a run began or ended.
+The data are in ``references.json``, which states only what the sources state. No full curves have been published as
+numbers, so these are values from the start or the end of a run.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from trainer.strict_yaml import LARGEST, parse_yaml
 
 @dataclass(frozen=True)
 class Reference:
-    """One published figure, from ``low`` to ``high``."""
+    """One published metric, a value or a range from ``low`` to ``high``."""
 
     name: str
-    figure: str  # as in the journal; "loss" is the sum of both tasks' losses
+    figure: str  # the metric's name in the journal; "loss" is the sum of both tasks' losses
     low: float
     high: float
-    held_out: bool  # else of training
+    held_out: bool  # False: from training
     layers: int
     hidden: int
-    sequence_length: int | None  # None: its source does not say
-    batch: int | None  # likewise; sequences
+    sequence_length: int | None  # None: the source does not say
+    batch: int | None  # in sequences; None: the source does not say
     setting: str
     source: str
 
     @property
     def value(self) -> str:
-        """For people."""
+        """The value or range as text."""
         show = "{:.1%}" if self.figure.endswith("accuracy") else "{:.4g}"
         return " to ".join(dict.fromkeys(show.format(value) for value in (self.low, self.high)))
 
     @property
     def where(self) -> str:
-        """What it is of, for people."""
+        """The data, sequence length and batch of the metric, as text."""
         parts = ["held out" if self.held_out else "training"]
         parts += [f"length {self.sequence_length}"] if self.sequence_length else []
         return ", ".join(parts + ([f"batch {self.batch:,}"] if self.batch else []))
 
 
 def load_references() -> list[Reference]:
-    """All of them."""
+    """All published results."""
     content = json.loads(Path(__file__).with_name("references.json").read_text(encoding="utf-8"))
     return [Reference(**each) for each in content]
 
 
 def fitting(folder: Path) -> list[Reference]:
-    """Those of the model's shape and a phase's sequence length, by the configuration that the run left in ``folder``.
+    """The results for the model shape and the sequence lengths in the configuration that a run left in ``folder``.
 
-    None where it left none, or none that says so.
+    Empty if the run left no configuration, or one that lacks them.
     """
     try:
         config = parse_yaml(read_text(folder / "config.yaml", LARGEST))

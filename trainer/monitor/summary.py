@@ -1,4 +1,7 @@
-"""A run's summary, as text and as one picture, from its journal."""
+"""The summary of a run, drawn from its history: lines of text, one large figure, and comparisons with published runs.
+
+``trainer.report`` prints and saves it; a model card uses its learning curves.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,12 @@ _MARKS: dict[str, Callable[[History], bool]] = {
     "dotted: a restart": lambda history: bool(history.restarts),
     "shaded: a later phase": lambda history: history.steps["phase"][-1] != history.steps["phase"][0],
 }
-_WIDTH, _LEFT, _RIGHT = 20.0, 0.8, 0.35  # inches; what stands left of axes, and of the picture's right edge
+_WIDTH, _LEFT, _RIGHT = 20.0, 0.8, 0.35  # inches: the figure's width, the margin left of axes, and its right margin
 _HEAD, _ROW, _BAR = 1.65, 3.45, 1.15
 
 
 def summary(history: History) -> dict[str, str]:
-    """What happened, a line each; what the journal does not tell has none."""
+    """The summary as text: a name and a line for everything that the journal contains."""
     steps, last = history.steps, {key: column[-1] for key, column in history.steps.items()}
     out = {
         "steps": f"{last['step']:,.0f}, {len(history.skipped):,} skipped, {_restarts(history)}",
@@ -65,7 +68,7 @@ def summary(history: History) -> dict[str, str]:
         out["speed"] += f", {number(flops / ranks / 1e12)} TFLOP/s on each of {ranks:,} ranks"
     _, memory = present(history.ranks, "memory_peak_bytes")
     if len(memory):
-        out["memory"] = f"{memory.max() / 1e9:,.1f} GB at most on a rank"
+        out["memory"] = f"{memory.max() / 1e9:,.1f} GB, the highest of any rank"
     out |= _heldout(history) | _checkpoints(history)
     return out | ({"ended": history.end} if history.end else {})
 
@@ -90,16 +93,16 @@ def _checkpoints(history: History) -> dict[str, str]:
     done, failed = history.checkpoints, len(history.failed["step"])
     if not len(done["step"]) + failed:
         return {}
-    text = f"{len(done['step']):,}" + (f" and {failed:,} that failed" if failed else "")
+    text = f"{len(done['step']):,}" + (f" and {failed:,} failed" if failed else "")
     if len(done["step"]):
         size, seconds, stall = (done[key][-1] for key in ("bytes", "seconds", "stall_seconds"))
         text += f", the last of step {done['step'][-1]:,.0f}: {size / 1e6:,.1f} MB in {seconds:.2f} s"
-        text += f", training stood still for {stall:.2f} s"
+        text += f", training stalled for {stall:.2f} s"
     return {"checkpoints": text}
 
 
 def published(reference: Reference, history: History) -> str:
-    """A published figure, and the run's own last one of the same kind."""
+    """One line that compares a published result with the run's last value of the same metric."""
     columns = history.heldout if reference.held_out else history.steps
     parts = [f"{task}_loss" for task in TASKS] if reference.figure == "loss" else [reference.figure]
     own = np.sum(present(columns, *parts)[1:], axis=0)
@@ -111,7 +114,7 @@ def published(reference: Reference, history: History) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the two units that tell most."""
+    """A time span in its two largest units."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
@@ -123,7 +126,7 @@ def duration(seconds: float) -> str:
 def draw(
     history: History, title: str, references: Sequence[Reference] = (), rows_wanted: Sequence[Sequence[Panel]] = ROWS
 ) -> Figure:
-    """All that is known in one picture, or some rows of it, without the time."""
+    """Draw everything known about the run in one figure; or only ``rows_wanted``, without the bar of time spent."""
     rows = [shown for row in rows_wanted if (shown := [panel for panel in row if panel.known(history)])]
     timed = bool(history.spent) and history.wall is not None and rows_wanted is ROWS
     height = _HEAD + _ROW * len(rows) + (_BAR if timed else 0.0)
@@ -142,13 +145,13 @@ def draw(
 
 
 def _axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes at a place in inches, from the left and from above."""
+    """Add axes at a position in inches, measured from the left and from the top."""
     whole, high = figure.get_size_inches()
     return figure.add_axes((left / whole, 1 - (top + height) / high, width / whole, height / high))
 
 
 def _head(axes: Axes, history: History, title: str) -> None:
-    """The run's name and facts, and its figures in large print."""
+    """Draw the header: the run's name and facts, and its key metrics in large print."""
     axes.set_axis_off()
     axes.set_xlim(0, _WIDTH - _LEFT - _RIGHT)  # inches
     axes.set_ylim(0, 1)
@@ -168,11 +171,11 @@ def _spaced(value: str) -> str:
 
 
 def _figures(history: History) -> dict[str, str]:
-    """Name to value of what is looked for first."""
+    """The key metrics, by name."""
     steps = history.steps
     out = {"steps": f"{steps['step'][-1]:,.0f}", "restarts": f"{len(history.restarts)}"}
     out["tokens"] = short(float(np.nansum(steps["tokens"])))
-    out["tokens a second"] = short(median_rate(history, "tokens"))
+    out["tokens/s"] = short(median_rate(history, "tokens"))
     if history.wall is not None:
         out["wall time"] = duration(history.wall)
     if history.goodput is not None:
@@ -184,7 +187,7 @@ def _figures(history: History) -> dict[str, str]:
 
 
 def short(value: float) -> str:
-    """Three digits and a unit: 1.23 M."""
+    """A number with three digits and a unit, such as 1.23 M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -207,18 +210,18 @@ def _panel(axes: Axes, panel: Panel, history: History) -> None:
 
 
 def _references(axes: Axes, references: Sequence[Reference]) -> None:
-    """A dashed line for each, or a band, with its name on it."""
+    """Draw each published result as a labeled dashed line, or as a band if it is a range."""
     for each in references:
         if each.high > each.low:
             axes.axhspan(each.low, each.high, color=INK, alpha=0.08, linewidth=0)
         axes.axhline(each.low, color=INK, linestyle="--", linewidth=1, alpha=0.7, label="_published")
-        at = axes.get_yaxis_transform()  # across in shares of the width, up in numbers
+        at = axes.get_yaxis_transform()  # x as a share of the width, y in data units
         text = f"{each.name}: {each.value} ({each.where})"
         axes.text(0.01, each.high, text, transform=at, va="bottom", fontsize=8.5, color=INK)
 
 
 def _time(axes: Axes, history: History) -> None:
-    """One bar: where the wall time went."""
+    """Draw one bar that shows where the wall time went."""
     assert history.wall is not None
     spent = {state: {**history.spent, "down": history.down}.get(state, 0.0) for state in _STATES}
     whole = sum(spent.values())

@@ -1,11 +1,11 @@
-"""A run's numbers as event files, which ``tensorboard --logdir RUN/tensorboard`` shows.
+"""Writes a run's metrics as event files, which ``tensorboard --logdir RUN/tensorboard`` shows.
 
-Written here byte by byte, with the standard library alone, because a disk that is full must cost events and
-no run: tensorboardX then waits for ever on its dead thread, and PyTorch's writer raises from there on.
+The files are written byte by byte with only the standard library, because a full disk may cost events but not the
+run. With a full disk, tensorboardX waits forever on its dead thread, and PyTorch's writer raises from then on.
 
-A file is a row of TFRecords (https://www.tensorflow.org/tutorials/load_data/tfrecord): length, its checksum,
-data, theirs. Data is a protocol buffer ``Event`` (tensorflow/core/util/event.proto): 1 wall time, 2 step,
-3 version of the file, 5 summary, 7 session. A summary is a row of values: 1 tag, 2 float.
+A file is a sequence of TFRecords (https://www.tensorflow.org/tutorials/load_data/tfrecord): length, checksum of the
+length, data, checksum of the data. The data is a protocol buffer ``Event`` (tensorflow/core/util/event.proto) with
+fields 1 wall time, 2 step, 3 file version, 5 summary, 7 session. A summary is a list of values: 1 tag, 2 float.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from trainer.errors import TrainerError
 from trainer.monitor.journal import Record, say, tokens_per_second
 
 _SESSION_STARTS = b"\x08\x01"  # SessionLog: 1 status = START
-_LARGEST = 3.4028235e38  # of a float of 32 bits
+_LARGEST = 3.4028235e38  # largest 32-bit float
 _OPTIMIZER = ("learning_rate", "gradient_norm", "loss_scale", "trust_min", "trust_mean", "trust_max")
 
 
 class EventFiles:
-    """One attempt's event file. Files are numbered, so that their order is that of the attempts on any clock."""
+    """One attempt's event file. Files are numbered, so their order is that of the attempts whatever the clocks say."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Begin a new file in ``folder`` for steps after ``step``; TensorBoard forgets older files' from there on.
+        """Create a new file in ``folder`` for steps after ``step``; TensorBoard drops later steps of older files.
 
-        Raises TrainerError when the file cannot be made.
+        Raises TrainerError if the file cannot be created.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -37,16 +37,16 @@ class EventFiles:
             self.path.open("xb").close()
         except (OSError, ValueError) as error:
             raise TrainerError(
-                f"metrics.tensorboard: no event file in {folder} ({error}): make it writable and keep it for Lambert, "
-                "or set metrics.tensorboard to false"
+                f"metrics.tensorboard: cannot create an event file in {folder} ({error}): make the folder writable and "
+                "use it only for Lambert, or set metrics.tensorboard to false"
             ) from None
-        self._size = 0  # of what is whole: a record that a full disk cut short is written over
+        self._size = 0  # bytes of complete records; a record truncated by a full disk is overwritten
         self._losing = False
         self._head = _event(0.0, None, _bytes(3, b"brain.Event:2"))
         self._head += _event(0.0, step + 1, _bytes(7, _SESSION_STARTS))
 
     def write(self, records: list[Record]) -> None:
-        """Append the records' numbers. A disk that is full costs events, and one printed line, but no run."""
+        """Append the records' metrics. If the disk is full, events are lost and one warning is printed."""
         data = b"" if self._size else self._head
         for record in records:
             values = b"".join(_bytes(1, _bytes(1, tag.encode()) + _float(v)) for tag, v in scalars(record).items())
@@ -60,14 +60,14 @@ class EventFiles:
             self._size, self._losing = self._size + len(data), False
         except OSError as error:
             if not self._losing:
-                say(f"{self.path} loses events until it can be written again: {error}")
+                say(f"{self.path}: losing events until it can be written again: {error}")
             self._losing = True
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Tag and value of the numbers in one line of the journal; none for an event that has no curve.
+    """Tags and values of the metrics in one journal record; empty for an event that has no curve.
 
-    A step that was skipped has none either: TensorBoard knows one value a step, that of the step taken.
+    A skipped step has none either: TensorBoard shows one value per step, that of the step taken.
     """
     match record["event"]:
         case "step" if record["applied"]:
@@ -88,26 +88,26 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def _event(wall: float, step: int | None, content: bytes) -> bytes:
-    """One TFRecord: an event at a Unix time in seconds, at a step where there is one."""
+    """One TFRecord: an event at a Unix time in seconds, and at a step unless it is None."""
     data = b"\x09" + struct.pack("<d", wall) + (b"" if step is None else b"\x10" + _varint(step)) + content
     length = struct.pack("<Q", len(data))
     return length + _checksum(length) + data + _checksum(data)
 
 
 def _bytes(field: int, content: bytes) -> bytes:
-    """A field of a protocol buffer that holds text, bytes or another message."""
+    """A protocol buffer field that contains text, bytes or another message."""
     return _varint(field << 3 | 2) + _varint(len(content)) + content
 
 
 def _float(value: float) -> bytes:
-    """Field 2 of a summary's value: 32 bits, to infinity what they cannot hold."""
-    if abs(value) > _LARGEST:  # not for NaN, which compares as false
+    """Field 2 of a summary's value, as 32 bits; larger numbers become infinity."""
+    if abs(value) > _LARGEST:  # false for NaN, which stays as it is
         value = math.copysign(math.inf, value)
     return b"\x15" + struct.pack("<f", value)
 
 
 def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first, the eighth set where more follow."""
+    """An integer as seven bits per byte, lowest first, with the eighth bit set if more bytes follow."""
     out = bytearray()
     while number > 127:
         out.append(number & 127 | 128)
@@ -128,7 +128,7 @@ _TABLE = _crc_table()
 
 
 def _checksum(data: bytes) -> bytes:
-    """CRC-32C (Castagnoli), masked as a TFRecord has it: turned right by 15 bits, plus a constant."""
+    """CRC-32C (Castagnoli), masked as TFRecords require: rotated right by 15 bits, plus a constant."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 255]
