@@ -179,5 +179,5 @@ def test_every_shipped_configuration_is_valid(path: Path) -> None:
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run: {name: a}\nrun: {name: b}\n")
-    with pytest.raises(TrainerError, match="the key 'run' stands twice"):
+    with pytest.raises(TrainerError, match="the key 'run' is repeated"):
         load(path)

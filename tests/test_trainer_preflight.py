@@ -144,7 +144,7 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     path, other = write_config(tmp_path, tiny_shards, 2), tmp_path / "other"
     assert [code for code, _ in ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(path)))] == [0]
     code, said = trial(path)
-    assert code == 0 and f"the run goes on from {tmp_path / 'run' / 'step-00000002'}" in said
+    assert code == 0 and f"the run will continue from {tmp_path / 'run' / 'step-00000002'}" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for changes, message in (
             (["run.seed=6"], "is of another run (seed was 5, now 6)"),
@@ -163,7 +163,7 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     ("run", "options", "message"),
     [
         ({"ranks": 16}, [], "2 rank(s) were started but run.ranks is 16"),
-        ({}, ["--hostfile", "HOSTS"], "hosts has 8 slots, but 2 ranks were started: start them with it"),
+        ({}, ["--hostfile", "HOSTS"], "hosts has 8 slots, but 2 ranks were started: start the ranks with that host file"),
     ],
 )
 def test_too_few_ranks_are_refused(
