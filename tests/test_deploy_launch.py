@@ -458,7 +458,9 @@ def test_a_stopped_pod_goes_on_as_two_nodes(launch: Callable[..., Launched], tin
     code, output = run.end()
     ended = json.loads((tmp_path / "run" / "ended.json").read_text())
     assert code == 75 and ended["how"] == "stopped", output
-    assert run.message.read_text() == f"lambert: stopped at step {ended['step']} and saved: run the same command to continue"
+    assert run.message.read_text() == (
+        f"lambert: stopped at step {ended['step']} and saved: run the same command to continue"
+    )
     assert output.count(run.message.read_text()) == 1
     assert len(numbers(tmp_path)) == ended["step"] < STEPS
 

@@ -147,11 +147,11 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     assert code == 0 and f"the run will continue from {tmp_path / 'run' / 'step-00000002'}" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for changes, message in (
-            (["run.seed=6"], "is of another run (seed was 5, now 6)"),
+            (["run.seed=6"], "belongs to another run (seed was 5, now 6)"),
             (["run.resume=never"], "run.resume is never"),
             ([f"run.folder={other}", "run.resume=required"], "no whole checkpoint in"),
             ([f"run.folder={other}", f"run.weights={tmp_path}"], f"{tmp_path}"),
-            ([f"run.folder={tiny_shards}"], "holds manifest.json, which no run left there"),
+            ([f"run.folder={tiny_shards}"], "contains manifest.json, which no run wrote"),
             (["metrics.address=127.0.0.1", f"metrics.port={taken.getsockname()[1]}"], "metrics.port"),
         ):
             code, said = trial(path, *(word for change in changes for word in ("--set", change)))
@@ -163,7 +163,7 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     ("run", "options", "message"),
     [
         ({"ranks": 16}, [], "2 rank(s) were started but run.ranks is 16"),
-        ({}, ["--hostfile", "HOSTS"], "hosts has 8 slots, but 2 ranks were started: start the ranks with that host file"),
+        ({}, ["--hostfile", "HOSTS"], "has 8 slots, but 2 ranks were started: start the ranks with that host file"),
     ],
 )
 def test_too_few_ranks_are_refused(
