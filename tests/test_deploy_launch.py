@@ -495,4 +495,4 @@ def test_ranks_save_when_their_supervisor_is_killed(
         time.sleep(0.02)
     ended = json.loads((tmp_path / "run" / "ended.json").read_text())
     assert ended["how"] == "stopped" and (tmp_path / "run" / f"step-{ended['step']:08d}" / "checkpoint.json").exists()
-    assert "the launcher is gone: stopping" in run.log.read_text()
+    assert "the launcher has ended: stopping" in run.log.read_text()
