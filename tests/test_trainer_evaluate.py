@@ -294,7 +294,7 @@ def test_the_command_reads_data_sets_at_addresses(
     next(own_shards.glob("*.tar")).unlink()
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"trainer.evaluate: error: {address}: missing or cut: ")
+    assert line.startswith(f"trainer.evaluate: error: {address}: missing or truncated: ")
     with pytest.raises(SystemExit):
         main([*arguments, "--cache-gigabytes", "-1"])
     assert "--cache-gigabytes is -1.0: must be 0 or more" in capsys.readouterr().err
@@ -337,7 +337,7 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     assert json.loads((run / "ended.json").read_text()) == {"how": "reached", "step": 4}
     assert (run / "step-00000004" / "checkpoint.json").is_file()
     [end], [told] = lines(run, "end"), lines(run, "heldout")
-    assert end["how"] == "done" and end["reason"].startswith(f"reached mlm_loss {told['mlm_loss']:.4g} (100 was asked")
+    assert end["how"] == "done" and end["reason"].startswith(f"reached mlm_loss {told['mlm_loss']:.4g} (target 100")
     assert read_history(run).end == f"done: {end['reason']}"  # what the report says
     assert 0 < told["mask_accuracy"] < 1 and told["mask_loss"] != told["mlm_loss"]
 
