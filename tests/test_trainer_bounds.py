@@ -315,7 +315,7 @@ def test_a_configuration_may_merge(tmp_path: Path) -> None:
     [
         ("a: [" * 20_000, "levels deep"),
         ("#" * (LARGEST + 1), f"more than {LARGEST:,} bytes"),
-        ("a: !!int seven", "'seven' is no int"),
+        ("a: !!int seven", "'seven' is not a valid int"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, text: str, message: str) -> None:
