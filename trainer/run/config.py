@@ -51,9 +51,9 @@ class RunConfig:
     # weights for a fresh start: a .safetensors file written by trainer.weights, another run's folder or checkpoint,
     # or a Hugging Face BERT's folder; null: random weights from the seed
     weights: str | None = None
-    # required number of ranks; null accepts any: without its host file, deepspeed starts ranks on one node only
+    # required number of ranks, or null for any; it catches a missing host file, with which deepspeed uses one node only
     ranks: int | None = None
-    timeout_seconds: int = 600  # limit for a collective and for the ranks' start; the run stops when it expires
+    timeout_seconds: int = 600  # for a collective, and for all ranks to start; then the run stops
     shuffle_window: int = 8  # number of shards whose samples are shuffled together
 
     def problems(self) -> list[str]:

@@ -39,9 +39,9 @@ class Target:
     """
 
     mlm_loss: float | None = None  # nats, over all targets
-    mlm_accuracy: float | None = None  # MLPerf's target is 0.72
+    mlm_accuracy: float | None = None  # share over all targets; MLPerf's target is 0.72
     mask_loss: float | None = None  # nats, only where [MASK] replaced the word
-    mask_accuracy: float | None = None  # only where [MASK] replaced the word
+    mask_accuracy: float | None = None  # share only where [MASK] replaced the word
     nsp_loss: float | None = None  # nats, over the pairs
     nsp_accuracy: float | None = None  # share of pairs classified correctly
 
