@@ -459,7 +459,9 @@ def test_a_stopped_pod_goes_on_as_two_nodes(launch: Callable[..., Launched], tin
     code, output = run.end()
     ended = json.loads((tmp_path / "run" / "ended.json").read_text())
     assert code == 75 and ended["how"] == "stopped", output
-    assert run.message.read_text() == f"lambert: stopped at step {ended['step']} and saved: the same command goes on"
+    assert run.message.read_text() == (
+        f"lambert: stopped at step {ended['step']} and saved: run the same command to continue"
+    )
     assert output.count(run.message.read_text()) == 1
     assert len(numbers(tmp_path)) == ended["step"] < STEPS
 
@@ -494,4 +496,4 @@ def test_ranks_save_when_their_supervisor_is_killed(
         time.sleep(0.02)
     ended = json.loads((tmp_path / "run" / "ended.json").read_text())
     assert ended["how"] == "stopped" and (tmp_path / "run" / f"step-{ended['step']:08d}" / "checkpoint.json").exists()
-    assert "the launcher is gone: stopping" in run.log.read_text()
+    assert "the launcher has ended: stopping" in run.log.read_text()

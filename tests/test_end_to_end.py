@@ -251,7 +251,7 @@ def test_another_model_or_run_does_not_go_on_from_a_checkpoint(
     config: dict[str, Any], begun: Path, tmp_path: Path
 ) -> None:
     path, before = tmp_path / "run.yaml", (begun / "config.yaml").read_bytes()
-    assert "is of another run (model.intermediate was 32, now 48)" in refused(path, "model.intermediate=48")
+    assert "belongs to another run (model.intermediate was 32, now 48)" in refused(path, "model.intermediate=48")
     assert "model.heads was 2, now 4" in refused(path, "model.heads=4")  # of the same shapes
     assert "exists and run.resume is never" in refused(path, "run.resume=never")
     config["phases"].insert(0, {**config["phases"][1], "name": "new"})

@@ -150,7 +150,7 @@ def test_a_stop_is_saved_and_leaves_nothing_behind(
     assert (run.folder / f"step-{ended['step']:08d}" / "checkpoint.json").exists()
     assert f"{ranks.ROOT}/trainer/" not in output, output  # no traceback but torchrun's own
     if number == signal.SIGKILL or launcher == "deepspeed":
-        assert "the launcher is gone: stopping" in output
+        assert "the launcher has ended: stopping" in output
 
 
 def test_a_stop_is_saved_though_nobody_reads_the_log_any_more(start: Callable[[list[str]], Started]) -> None:

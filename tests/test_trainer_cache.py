@@ -168,21 +168,19 @@ def test_a_cached_shard_that_rots_is_named(server: Server, cache: Path) -> None:
     loader = loader_of(server, cache, gigabytes=1)
     read(loader, 0, order_of(loader).samples // BATCH)
     damage(loader.folder, "flipped")
-    match = f"shard-00001.tar is damaged at sample 17: .*remove it, and it is fetched again from {server.address}$"
+    match = f"shard-00001.tar is damaged at sample 17: .*remove it, and it will be fetched again from {server.address}$"
     with pytest.raises(TrainerError, match=match):
         read(loader, 0, order_of(loader).samples // BATCH + 1)
 
 
 def test_a_cache_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        TrainerError, match=r"cache\.folder .*file/cache cannot be used .*: name one that can be written"
-    ):
+    with pytest.raises(TrainerError, match=r"cache\.folder .*file/cache cannot be used .*: name a writable folder"):
         loader_of(server, tmp_path / "file" / "cache")
 
 
 def test_a_cache_in_the_home_of_nobody_is_named(server: Server) -> None:
-    with pytest.raises(TrainerError, match=r"^cache\.folder ~nobody.* cannot be used .*: name one that"):
+    with pytest.raises(TrainerError, match=r"^cache\.folder ~nobody.* cannot be used .*: name a writable folder"):
         open_cache(server.address, CacheConfig("~nobody-of-that-name/cache"), 5, 0)
 
 

@@ -428,7 +428,7 @@ def test_a_resume_refuses_what_would_break_it_and_nothing_else(
     if said is None:
         require_same_run(saved, ours, phases, Path("step"))
         return
-    with pytest.raises(TrainerError, match=f"step is of another run \\({said}") as error:
+    with pytest.raises(TrainerError, match=f"step belongs to another run \\({said}") as error:
         require_same_run(saved, ours, phases, Path("step"))
     assert "\n" not in str(error.value)
 

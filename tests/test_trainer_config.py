@@ -60,7 +60,7 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
     assert found[1].startswith("phases.1.sequence_length is 1024 but model.max_positions is 512")
     assert problems(tmp_path, "phases=[]") == ["phases is empty: a run needs at least one"]
     [wait] = problems(tmp_path, "run.timeout_seconds=20")
-    assert wait.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait for it")
+    assert wait.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait that long")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("optimizer={name: adam, adapted: all}", "optimizer.adapted is for LAMB, but name is adam: remove it, or set"),
         ("optimizer={name: adam, max_trust_ratio: 1}", "optimizer.max_trust_ratio is for LAMB, but name is adam"),
         ("optimizer.name=apex", "optimizer.name: 'apex' is not one of lamb, adam"),
-        ("engine.nvme=true", "engine.nvme: unknown key; known are zero_stage, precision"),
+        ("engine.nvme=true", "engine.nvme: unknown key; known keys: zero_stage, precision"),
         ("engine.offload_optimizer=cpu", "engine.offload_optimizer: expected true or false, found str 'cpu'"),
         ("phases.0.warmup_steps=101", "phases.0.warmup_steps is 101: must lie between 0 and steps (100)"),
         ("phases.0.learning_rate=fast", "phases.0.learning_rate: expected a number, found str 'fast'"),
@@ -93,8 +93,8 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("engine.zero_stage=true", "engine.zero_stage: True is not one of 0, 1, 2, 3"),
         ("engine.zero_stage=7", "engine.zero_stage: 7 is not one of 0, 1, 2, 3"),
         ("run.name=", "run.name: expected a text, found nothing"),
-        ("run.seed=-1", "run.seed is -1: must lie between 0 and 2^63 - 1"),
-        ("run.seed=9223372036854775808", "run.seed is 9223372036854775808: must lie between 0 and 2^63 - 1"),
+        ("run.seed=-1", "run.seed is -1: must be between 0 and 2^63 - 1"),
+        ("run.seed=9223372036854775808", "run.seed is 9223372036854775808: must be between 0 and 2^63 - 1"),
         ("optimizer=lamb", "optimizer: expected a mapping of keys, found str 'lamb'"),
         ("phases=short", "phases: expected a list, found str 'short'"),
         ("phases.0.masks=whole", "phases.0.masks: 'whole' is not one of static, dynamic"),
@@ -103,8 +103,8 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("evaluation.stop_at.mlm_acuracy=0.72", "evaluation.stop_at.mlm_acuracy: unknown key; did you mean mlm_accura"),
         ("evaluation.stop_at.mlm_accuracy=72", "evaluation.stop_at.mlm_accuracy is 72.0: must be above 0 and at most"),
         ("evaluation.stop_at.mlm_accuracy=0.72", "evaluation.stop_at is set but no phase has held-out shards: name so"),
-        ("phases.1.steps=5", "--set phases.1.steps: no such place in this configuration; list items go by number"),
-        ("run.name.first=5", "--set run.name.first: no such place in this configuration"),
+        ("phases.1.steps=5", "--set phases.1.steps: no such key in this configuration; list items are numbered"),
+        ("run.name.first=5", "--set run.name.first: no such key in this configuration"),
         ("run.name", "--set run.name: write it as section.key=value"),
         ("run.name=[", "--set run.name: the value '[' is not YAML; quote it"),
     ],
@@ -146,7 +146,7 @@ def test_overrides_reach_sections_that_the_file_leaves_out(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no configuration at"), (b"- 1", "holds no mapping"), (b"", "holds no mapping"), (b"a: [", "as YAML")]
+    [(None, "no configuration at"), (b"- 1", "is not a mapping"), (b"", "is not a mapping"), (b"a: [", "as YAML")]
     + [(b"a: \xff", "as YAML")],
 )
 def test_a_file_that_is_none_is_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -179,5 +179,5 @@ def test_every_shipped_configuration_is_valid(path: Path) -> None:
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run: {name: a}\nrun: {name: b}\n")
-    with pytest.raises(TrainerError, match="the key 'run' stands twice"):
+    with pytest.raises(TrainerError, match="the key 'run' is repeated"):
         load(path)

@@ -172,9 +172,9 @@ def test_what_is_not_utf_8_is_named_by_its_line(
         (["the", "\u200b"], r"text 2: no token in"),
         (["--marked", "[[bank]]", "the bank"], "text 2: no token between [[ and ]]"),
         (["--input", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
-        (["--json", "a,b", "the"], "text 1: no JSON object with a and b"),
+        (["--json", "a,b", "the"], "text 1: not a JSON object with a and b"),
         (["the", "bank " * 30], "text 2: "),
-        (["--pool", "pooler", "--layers", "mean4", "the"], "the pooler reads the last layer alone"),
+        (["--pool", "pooler", "--layers", "mean4", "the"], "the pooler reads only the last layer"),
         (["--input", "."], "--input . is a folder"),
     ],
 )
@@ -187,12 +187,12 @@ def test_what_cannot_be_is_one_line_and_no_file(
     assert line.startswith("trainer.encode: error: ") and said in line
     assert not list(tmp_path.iterdir())
     if "bank " * 30 in options:
-        assert "tokens more than the 12 positions of the model hold: shorten the text, or cut" in line
+        assert "tokens more than the model's 12 positions: shorten the text, or truncate" in line
 
 
 def test_long_texts_are_cut_and_counted(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vectors = run(folder, tmp_path / "cut.npy", "--cut", "the", "the " * 30, "a river\t" + "the " * 30, "the " * 10)
-    assert "trainer.encode: 2 of 4 texts were cut to 12 tokens" in capsys.readouterr().err
+    assert "trainer.encode: 2 of 4 texts were truncated to 12 tokens" in capsys.readouterr().err
     assert (vectors[1] == vectors[3]).all()  # ten words and two control tokens
     for sizes, kept in (((3, 20), (3, 6)), ((20, 3), (6, 3)), ((20, 20), (5, 4)), ((4, 20), (4, 5))):
         assert fit(*sizes, 9) == kept
@@ -233,7 +233,7 @@ def test_half_a_character_and_a_text_that_fails_late_are_one_line(
     monkeypatch.setattr(encode, "_TEXTS", 1)
     lines = ['{"a": "the \\ud83d\\ude00"}', '{"a": "the \\ud83d"}']  # two halves are one
     assert main(["--model", str(folder), "--out", str(tmp_path / "out.parquet"), "--json", "a", *lines]) == 2
-    assert "text 2: no JSON object with a" in capsys.readouterr().err
+    assert "text 2: not a JSON object with a" in capsys.readouterr().err
     gc.collect()
     assert not odd and not list(tmp_path.iterdir())  # the writer of the first text was closed before its file
 
@@ -283,7 +283,7 @@ def test_a_pooler_that_nobody_asked_for_is_not_spoken_of(
     arguments = ["--model", "m", "--out", str(tmp_path / "x.npy"), "--pool", "cls", "--layers", "concat4", "the"]
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("--layers concat4: it takes 4 layers, and the model has 1: use --layers last")
+    assert line.endswith("--layers concat4: needs 4 layers, but the model has 1: use --layers last")
 
 
 def test_a_fine_tuned_model_without_a_class_of_transformers_is_read(folder: Path, tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_the_command_reads_data_sets_at_addresses(
     next(own_shards.glob("*.tar")).unlink()
     assert main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"trainer.evaluate: error: {address}: missing or cut: ")
+    assert line.startswith(f"trainer.evaluate: error: {address}: missing or truncated: ")
     with pytest.raises(SystemExit):
         main([*arguments, "--cache-gigabytes", "-1"])
     assert "--cache-gigabytes is -1.0: must be 0 or more" in capsys.readouterr().err
@@ -307,14 +307,14 @@ def test_a_target_is_reached_when_all_that_is_asked_for_is() -> None:
     assert Target().reached({"mlm_loss": 0.0, "mlm_accuracy": 1.0}) == ""
     target = Target(mlm_accuracy=0.72, mask_loss=1.5)
     good = {"mlm_accuracy": 0.72, "mask_loss": 1.5, "mlm_loss": 9.0}
-    assert target.reached(good) == "mlm_accuracy 0.72 (0.72 was asked for), mask_loss 1.5 (1.5 was asked for)"
+    assert target.reached(good) == "mlm_accuracy 0.72 (target 0.72), mask_loss 1.5 (target 1.5)"
     assert not target.reached(good | {"mlm_accuracy": 0.719}) and not target.reached(good | {"mask_loss": 1.51})
     assert not target.reached({"mlm_accuracy": 0.9}) and not target.reached(good | {"mask_loss": math.nan})
     assert Target(nsp_accuracy=72, mlm_loss=0).problems() == [
         "mlm_loss is 0: must be above 0",
         "nsp_accuracy is 72: must be above 0 and at most 1",
     ]
-    with pytest.raises(TrainerError, match="stop_at.nsp_loss is set, but no held-out shards of the run have pairs"):
+    with pytest.raises(TrainerError, match="stop_at.nsp_loss is set, but none of the run.s held-out shards has pairs"):
         Target(nsp_loss=0.1).require(paired=False)
 
 
@@ -337,7 +337,7 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     assert json.loads((run / "ended.json").read_text()) == {"how": "reached", "step": 4}
     assert (run / "step-00000004" / "checkpoint.json").is_file()
     [end], [told] = lines(run, "end"), lines(run, "heldout")
-    assert end["how"] == "done" and end["reason"].startswith(f"reached mlm_loss {told['mlm_loss']:.4g} (100 was asked")
+    assert end["how"] == "done" and end["reason"].startswith(f"reached mlm_loss {told['mlm_loss']:.4g} (target 100")
     assert read_history(run).end == f"done: {end['reason']}"  # what the report says
     assert 0 < told["mask_accuracy"] < 1 and told["mask_loss"] != told["mlm_loss"]
 

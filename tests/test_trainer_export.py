@@ -178,7 +178,7 @@ def test_masks_are_filled_as_transformers_fills_them(tokenizer: Path, capsys: py
     assert fill_main(["--model", str(folder), "a [MASK] " + "w1 " * 300 + "[MASK]"]) == 2
     shown = "'a [MASK] " + "w1 " * 16 + "…'"
     error = (
-        f"trainer.fill_mask: error: 1 of 2 [MASK] beyond the 24 tokens that the model holds of {shown}: shorten it\n"
+        f"trainer.fill_mask: error: 1 of 2 [MASK] are beyond the model's limit of 24 tokens in {shown}: shorten it\n"
     )
     assert capsys.readouterr() == ("", error)
 

@@ -26,9 +26,9 @@ def test_a_folder_is_held_by_one_and_the_next_waits_for_its_end(tmp_path: Path) 
     told: list[str] = []
     first = hold(tmp_path / "run", 0, told.append)
     assert first is not None and not told
-    with pytest.raises(TrainerError, match=r"run is being written by process \d+ of \S+: let that end, or name"):
+    with pytest.raises(TrainerError, match=r"run is being written by process \d+ of \S+: wait until it ends, or name"):
         hold(tmp_path / "run", 0.3, told.append)
-    assert len(told) == 1 and "waiting 0 s for its end" in told[0]
+    assert len(told) == 1 and "waiting up to 0 s for it to end" in told[0]
     threading.Timer(0.5, first.close).start()
     second = hold(tmp_path / "run", 20, told.append)
     assert second is not None
@@ -50,7 +50,7 @@ def test_a_run_whose_journal_was_moved_away_keeps_its_folder(tmp_path: Path) -> 
     (tmp_path / "step-00000003").mkdir()
     require_own_folder(tmp_path)
     (tmp_path / "step-00000003").rmdir()
-    with pytest.raises(TrainerError, match="holds config.yaml, which no run left there"):
+    with pytest.raises(TrainerError, match="contains config.yaml, which no run wrote"):
         require_own_folder(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_none_of_a_runs_is_refused_and_left_alone(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("mine")
     [(code, said)] = ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(config)))
-    assert code == 2 and f"run holds {name}, which no run left there: give it another name" in said, said
+    assert code == 2 and f"run contains {name}, which no run wrote: name another folder" in said, said
     assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["mine"]
 
 

@@ -49,7 +49,7 @@ def test_a_batch_script_itself_is_one_process() -> None:
 
 
 def test_a_launcher_that_is_not_known_starts_no_lone_runs() -> None:
-    with pytest.raises(TrainerError, match="PMI_SIZE is 4 but the MPI that says so is not known here: use"):
+    with pytest.raises(TrainerError, match="PMI_SIZE is 4 but this MPI is not supported: use"):
         describe({"PMI_SIZE": "4", "PMI_RANK": "2"})
     assert describe({"PMI_SIZE": "1"}) == {}
 
@@ -75,12 +75,12 @@ def test_the_first_of_slurms_hosts(nodes: str, first: str) -> None:
 
 
 def test_an_empty_list_of_hosts_is_refused() -> None:
-    with pytest.raises(TrainerError, match="list of nodes is '', which names none"):
+    with pytest.raises(TrainerError, match="list of nodes is '', which names no host"):
         first_host("")
 
 
 def test_slurms_tasks_of_each_node() -> None:
     assert each_nodes_tasks("4") == [4]
     assert each_nodes_tasks("4(x2),3,1(x3)") == [4, 4, 3, 1, 1, 1]
-    with pytest.raises(TrainerError, match="tasks a node is 'many'"):
+    with pytest.raises(TrainerError, match="tasks per node is 'many'"):
         each_nodes_tasks("many")

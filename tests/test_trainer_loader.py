@@ -287,7 +287,7 @@ def test_a_run_whose_shard_shrinks_ends_by_its_name(own_shards: Path, tmp_path: 
     os.truncate(own_shards / "shard-00001.tar", size)
     [(code, output)] = ranks.finish(processes)
     assert code == 2, output
-    assert f"shard {own_shards}/shard-00001.tar was cut: it ends before sample " in output.splitlines()[-1]
+    assert f"shard {own_shards}/shard-00001.tar is truncated: it ends before sample " in output.splitlines()[-1]
 
 
 def test_loaders_let_go_of_their_files(tiny_shards: Path) -> None:

@@ -182,6 +182,8 @@ def test_a_sweep_keeps_the_static_masks(tiny_shards: Path) -> None:
 def test_masks_of_another_number_are_refused(tiny_shards: Path) -> None:
     masks = masks_of(tiny_shards)
     masks = replace(masks, masking=replace(masks.masking, share=0.3, most=32))
-    with pytest.raises(TrainerError, match="other counts than its own: use masks: static, or build") as error:
+    with pytest.raises(
+        TrainerError, match="changed the number of masked tokens; set `masks: static` or rebuild"
+    ) as error:
         read_ranks(tiny_shards, (1, 1), 0, 8, masks)
     assert "\n" not in str(error.value) and str(tiny_shards) in str(error.value)

@@ -72,8 +72,8 @@ def test_what_differs_is_said_with_ranks_and_hosts() -> None:
     assert refusals(accounts(SAME, SAME, SAME)) == []
     assert refusals(accounts(SAME, SAME, other, other)) == [
         f"the configuration is abc on ranks 0 and 1 (node-0), {'x' * 47}… on ranks 2 and 3 (node-1): "
-        "make that the same everywhere",
-        "torch is 2.13.0 on ranks 0 and 1 (node-0), 2.11.0 on ranks 2 and 3 (node-1): make that the same everywhere",
+        "make it the same on all ranks",
+        "torch is 2.13.0 on ranks 0 and 1 (node-0), 2.11.0 on ranks 2 and 3 (node-1): make it the same on all ranks",
     ]
     assert differences("facts", accounts(SAME, {"torch": "2.13.0"}, SAME)) == [
         "the configuration is abc on ranks 0, 2 (node-0 and 1 more), not set on rank 1 (node-0)"
@@ -121,7 +121,7 @@ def test_ranks_of_two_runs_are_refused_on_both(start: Callable[..., ranks.Forked
     assert (first, second) == (2, 2)
     host = os.uname().nodename
     assert told == (
-        f"error: torch is 2.13.0 on rank 0 ({host}), 2.11.0 on rank 1 ({host}): make that the same everywhere\n"
+        f"error: torch is 2.13.0 on rank 0 ({host}), 2.11.0 on rank 1 ({host}): make it the same on all ranks\n"
     )
     assert silent == "error: \n"
 
@@ -138,7 +138,7 @@ def test_an_earlier_attempt_that_holds_the_place_is_not_joined() -> None:
     port, account, short = ranks.free_port(), Account("node", "", {}, {}), timedelta(seconds=3)
     place = Meeting(0, 1, "127.0.0.1", port, served=False)
     old, _ = meet(place, account, short)
-    with pytest.raises(TrainerError, match="another run, or an earlier attempt of this one, holds the place"):
+    with pytest.raises(TrainerError, match="another run, or an earlier attempt of this one, is using it"):
         meet(Meeting(1, 2, "127.0.0.1", port, served=False), account, short)
     assert isinstance(old, dist.Store)
 
@@ -168,7 +168,7 @@ def test_runs_that_differ_in_their_configuration_are_refused_before_they_train(
         processes.append(ranks.fork_one(rank, 2, port, "trainer/__main__.py", "--config", str(path)))
     (first, told), (second, silent) = ranks.finish(processes)
     assert (first, second) == (2, 2)
-    assert "error: the configuration is " in told and "make that the same everywhere" in told
+    assert "error: the configuration is " in told and "make it the same on all ranks" in told
     assert "error" not in silent and not (tmp_path / "run").exists()
 
 

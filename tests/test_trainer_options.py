@@ -216,6 +216,6 @@ def test_a_result_that_cannot_be_printed_takes_one_line(
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         assert command(name, own, tiny_shards) == 1
-    said = f"trainer.{name}: error: the standard output cannot be written: No space left on device"
+    said = f"trainer.{name}: error: standard output cannot be written: No space left on device"
     said += " (the disk is full: make room)"
     assert capsys.readouterr().err.splitlines()[-1] == said  # and nothing when the file was closed

@@ -39,14 +39,14 @@ def test_a_host_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
         ("node-0 slots=8\nnode-1 lots=8\n", "line 2 is 'node-1 lots=8': write it as `node-0 slots=8`"),
         ("node-0\n", "line 1 is 'node-0': write it as"),
         ("node-0 slots=8x\n", "line 1 is 'node-0 slots=8x': write it as"),
-        ("node-0 slots=8\n\nnode-0 slots=8\n", "line 3: node-0 stands there twice: add up its slots in one line"),
+        ("node-0 slots=8\n\nnode-0 slots=8\n", "line 3: node-0 is listed twice: add up its slots in one line"),
         ("node-0 slots=0\n", "line 1: node-0 has no slots"),
-        ("-oProxyCommand=id slots=8\n", "line 1: '-oProxyCommand=id' is no host's name: it begins with a letter or"),
-        ("node-0;id slots=8\n", "line 1: 'node-0;id' is no host's name"),
+        ("-oProxyCommand=id slots=8\n", "line 1: '-oProxyCommand=id' is not a host name: start with a letter or"),
+        ("node-0;id slots=8\n", "line 1: 'node-0;id' is not a host name"),
         ("node-0 slots=4097\n", "line 1: node-0 has 4097 slots: must be 4,096 or less"),
         (f"node-0 slots={'9' * 5000}\n", "line 1 is 'node-0 slots=9999"),
         ("node-0 slots=\u0663\n", "line 1 is 'node-0 slots=\u0663': write it as"),
-        ("# nothing\n", "it names no host: write lines such as"),
+        ("# nothing\n", "it names no host: write lines like"),
     ],
 )
 def test_a_bad_host_file_is_refused_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
@@ -79,8 +79,8 @@ def test_the_environment_here_holds_over_the_one_at_home(tmp_path: Path) -> None
         ("A=1\n\nB=2\n", "line 2 is '': write NAME=value, and no empty lines or comments"),
         ("# threads\n", "line 1 is '# threads': write NAME=value"),
         ("OMP_NUM_THREADS 4\n", "line 1 is 'OMP_NUM_THREADS 4': write NAME=value"),
-        ('A="b c"\n', 'line 1: A holds one of " $ ` \\, which a shell reads: deepspeed quotes for you'),
-        ("A=$HOME\n", "line 1: A holds one of"),
+        ('A="b c"\n', 'line 1: A contains one of " $ ` \\, which a shell reads: remove it, deepspeed adds quotes'),
+        ("A=$HOME\n", "line 1: A contains one of"),
     ],
 )
 def test_a_bad_environment_file_is_refused_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
@@ -102,7 +102,7 @@ def test_settings_that_no_other_node_gets_are_named() -> None:
 
 def test_a_fall_to_tcp_is_warned_about() -> None:
     assert (spoken(SOCKET), spoken(INFINIBAND), spoken("")) == ("Socket", "IB", "")
-    assert falls_to_tcp(SOCKET).startswith("NCCL speaks over TCP, ")
+    assert falls_to_tcp(SOCKET).startswith("NCCL uses TCP, ")
     assert falls_to_tcp(INFINIBAND) == falls_to_tcp("") == ""
 
 
@@ -144,14 +144,14 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     path, other = write_config(tmp_path, tiny_shards, 2), tmp_path / "other"
     assert [code for code, _ in ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(path)))] == [0]
     code, said = trial(path)
-    assert code == 0 and f"the run goes on from {tmp_path / 'run' / 'step-00000002'}" in said
+    assert code == 0 and f"the run will continue from {tmp_path / 'run' / 'step-00000002'}" in said
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for changes, message in (
-            (["run.seed=6"], "is of another run (seed was 5, now 6)"),
+            (["run.seed=6"], "belongs to another run (seed was 5, now 6)"),
             (["run.resume=never"], "run.resume is never"),
             ([f"run.folder={other}", "run.resume=required"], "no whole checkpoint in"),
             ([f"run.folder={other}", f"run.weights={tmp_path}"], f"{tmp_path}"),
-            ([f"run.folder={tiny_shards}"], "holds manifest.json, which no run left there"),
+            ([f"run.folder={tiny_shards}"], "contains manifest.json, which no run wrote"),
             (["metrics.address=127.0.0.1", f"metrics.port={taken.getsockname()[1]}"], "metrics.port"),
         ):
             code, said = trial(path, *(word for change in changes for word in ("--set", change)))
@@ -163,7 +163,7 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     ("run", "options", "message"),
     [
         ({"ranks": 16}, [], "2 rank(s) were started but run.ranks is 16"),
-        ({}, ["--hostfile", "HOSTS"], "hosts has 8 slots, but 2 ranks were started: start them with it"),
+        ({}, ["--hostfile", "HOSTS"], "has 8 slots, but 2 ranks were started: start the ranks with that host file"),
     ],
 )
 def test_too_few_ranks_are_refused(

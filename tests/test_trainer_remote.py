@@ -188,7 +188,7 @@ def test_missing_and_cut_shards_are_told_before_the_ranks_meet(
         phase_of(address, cache, tiny_model)
     line = str(error.value).split("\n  - ")[1]
     assert line.startswith(
-        f"phases.0.train: {address}: missing or cut: shard-00001.tar, shard-00003.idx.npy, shard-00002"
+        f"phases.0.train: {address}: missing or truncated: shard-00001.tar, shard-00003.idx.npy, shard-00002"
     )
     assert f"(5 bytes instead of {load_manifest(own_shards).shards[2].bytes})" in line
 
@@ -196,10 +196,10 @@ def test_missing_and_cut_shards_are_told_before_the_ranks_meet(
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("{server}/nothing/here", r"/nothing/here/manifest.json: there is no such file"),
+        ("{server}/nothing/here", r"/nothing/here/manifest.json: no such file"),
         ("http://127.0.0.1:9/set", r"http://127.0.0.1:9/set/manifest.json: .*5 attempts"),
-        ("nowhere://bucket/set", "no such place"),
-        ("simplecache::{server}", "chained addresses are not taken"),
+        ("nowhere://bucket/set", "not a valid address"),
+        ("simplecache::{server}", "chained addresses are not supported"),
         ("sftp://host/set", "pip install paramiko"),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_resume_refuses_each_change_that_would_break_it(plain: Path, own_shard
     manifest = own_shards / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     code, said = train(plain, *longer, f"phases.0.train={own_shards}")
-    assert code == 2 and "phases only, in this order, with the training shards of then, must come first" in said, said
+    assert code == 2 and "only, in this order, with the same training shards as before, must come first" in said, said
     assert saved(run)[-1] == 6
     code, said = train(plain, *longer)
     assert code == 0 and saved(run)[-1] == 8, said

@@ -126,7 +126,7 @@ def test_a_shard_larger_than_the_disk_is_not_begun(server: Server, cache: Path) 
     content = json.loads(path.read_text())
     content["shards"][1]["bytes"] = 10**15
     path.write_text(json.dumps(content))
-    with pytest.raises(TrainerError, match=r"shard-00001.tar has 1,000,000,000,000,000 bytes by its manifest") as error:
+    with pytest.raises(TrainerError, match=r"shard-00001.tar has 1,000,000,000,000,000 bytes, but the disk") as error:
         read_all(server, cache)
     assert "\n" not in str(error.value) and "shard-00001.tar" not in server.gets
 
@@ -187,7 +187,7 @@ def test_a_question_for_a_size_is_not_redirected(server: Server, inside: Server)
 @pytest.mark.parametrize("place", ["cdn.example.com", "https://cdn.example.com/folder", "file:///etc", "http://"])
 def test_a_place_that_is_no_origin_is_refused(place: str) -> None:
     [problem] = CacheConfig(redirects=(place,)).problems()
-    assert problem.startswith(f"redirects has {place!r}: name scheme, host and port alone")
+    assert problem.startswith(f"redirects has {place!r}: name only scheme, host and port")
 
 
 # ---- the same over S3 ----------------------------------------------------------------------------------------

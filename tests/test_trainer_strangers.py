@@ -115,7 +115,7 @@ def test_a_strangers_account_is_told_and_passed_over(
         secret = None
     first = start(0)
     Stranger(port).write("account/1", content, secret)
-    wait_for(lambda: "passed over" in first.log.read_text(), first)
+    wait_for(lambda: "is ignored" in first.log.read_text(), first)
     [line] = first.log.read_text().strip().splitlines()
     assert line.startswith(f"lambert: at 127.0.0.1:{port}: ") and len(line) < 250 and line.isprintable()
     meets(first, start(1))
@@ -128,7 +128,7 @@ def test_a_rank_whose_account_was_overwritten_writes_it_again(start: Callable[..
     stranger.write("account/0", b"?")
     stranger.write("account/1", b"?")
     said = meets(first, second, start(2, size=3))
-    assert "'account/1' there is a stranger's: no rank of this run wrote it; it is passed over" in said
+    assert "'account/1' is a stranger's: no rank of this run wrote it; it is ignored" in said
 
 
 def test_an_attempt_that_a_stranger_renamed_is_opened_again(start: Callable[..., ranks.Forked], port: int) -> None:
@@ -137,7 +137,7 @@ def test_an_attempt_that_a_stranger_renamed_is_opened_again(start: Callable[...,
     for content in (b"nonsense", b"\xff" * 100, seal("", "opened", "f" * 32).encode()):
         stranger.write("opened", content)
         time.sleep(0.5)
-    wait_for(lambda: "'opened' there is a stranger's" in first.log.read_text(), first)
+    wait_for(lambda: "'opened' is a stranger's" in first.log.read_text(), first)
     meets(first, start(1))
 
 
@@ -146,7 +146,7 @@ def test_with_a_secret_nobody_else_takes_part(start: Callable[..., ranks.Forked]
     first = start(0, LAMBERT_SECRET="good")
     stranger = Stranger(port)
     stranger.write("account/1", json.dumps(ACCOUNT).encode(), "")
-    wait_for(lambda: "it does not bear this rank's LAMBERT_SECRET; it is passed over" in first.log.read_text(), first)
+    wait_for(lambda: "it was not sealed with this rank's LAMBERT_SECRET; it is ignored" in first.log.read_text(), first)
     assert "good" not in meets(first, start(1, LAMBERT_SECRET="good"))
 
 
@@ -154,7 +154,7 @@ def test_ranks_with_different_secrets_do_not_meet(start: Callable[..., ranks.For
     (first, told), (second, said) = ranks.finish([start(0, 4, LAMBERT_SECRET="a"), start(1, 4, LAMBERT_SECRET="b")])
     assert (first, second) == (3, 3) and "Traceback" not in told + said
     assert "rank 1 of 2 have not come" in told
-    assert "'opened' there is a stranger's: it does not bear this rank's LAMBERT_SECRET; trying again" in said
+    assert "'opened' is a stranger's: it was not sealed with this rank's LAMBERT_SECRET; trying again" in said
     assert said.splitlines()[-1].startswith("error: rank 1 cannot meet the other ranks at 127.0.0.1:")
 
 
@@ -206,5 +206,5 @@ def test_a_seal_is_of_one_secret_key_and_text() -> None:
 def test_an_account_is_read_strictly(field: str, value: Any) -> None:
     token, account = read_account(json.dumps(ACCOUNT))
     assert (token, account.facts) == ("token", {"torch": "2"})
-    with pytest.raises(StrangeError, match="^an account that cannot be read there: "):
+    with pytest.raises(StrangeError, match="^an unreadable account: "):
         read_account(json.dumps(["token", ACCOUNT[1] | {field: value}]))

@@ -196,7 +196,7 @@ def test_a_checkpoint_records_its_tokenizer_and_a_resume_refuses_another(
     for program in ("__main__", "preflight"):
         more = ("--set", f"phases.0.train={own_shards}")
         [(code, said)] = ranks.finish(ranks.fork(1, f"trainer/{program}.py", "--config", str(config), *more))
-        assert code == 2 and "is of another run (its shards were made with another tokenizer; " in said, said
+        assert code == 2 and "belongs to another run (its shards were made with another tokenizer; " in said, said
     assert load_tokenizer(tmp_path / "run" / "tokenizer").sha256() == known
 
 

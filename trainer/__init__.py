@@ -1,1 +1,1 @@
-"""Training: config → shards → engine → checkpoints and metrics; see trainer/run/train.py for the sentence."""
+"""Training: config → shards → engine → checkpoints and metrics. The training loop is in trainer/run/train.py."""

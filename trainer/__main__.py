@@ -1,4 +1,7 @@
-"""``deepspeed --module trainer --config run.yaml [--set key=value …]``; also under torchrun, mpirun, srun, or alone."""
+"""The training command: ``deepspeed --module trainer --config run.yaml [--set key=value …]``.
+
+It also runs under torchrun, mpirun or srun, or as a single process.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 import faulthandler
 from functools import partial
 
-import trainer.ranks.first_process  # noqa: F401  before the others, which take seconds
+import trainer.ranks.first_process  # noqa: F401  before the other imports, which take seconds
 from data_prep.streams import write_whole_lines
 from kernels import backend
 from trainer.checkpoint.state import TrainState
@@ -25,18 +28,18 @@ from trainer.run.train import train
 
 
 def main() -> None:
-    """Read the configuration, meet the other ranks, train. The exit codes are in :mod:`trainer.exits`."""
+    """Read the configuration, join the other ranks, and train. The exit codes are in :mod:`trainer.exits`."""
     write_whole_lines()
-    parser = OneLineParser(prog="trainer", description="Pre-train BERT as a YAML file says.")
+    parser = OneLineParser(prog="trainer", description="Pre-train BERT from a YAML configuration.")
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     options = parser.parse_args()
-    faulthandler.enable()  # NCCL's watchdog aborts a rank that waits too long: where, then
+    faulthandler.enable()  # NCCL's watchdog aborts a rank that waits too long: this prints where it was
     config, phases, world = prepare(options.config, options.set)
     state = guard(world, partial(_run, config, phases, world))
     if state.phase < len(phases):
-        said = f"lambert: stopped at step {state.step} and saved: the same command goes on"
+        said = f"lambert: stopped at step {state.step} and saved: run the same command to continue"
         fail(said if world.is_main else "", STOPPED)
     if world.is_main:
         say(f"done: {state.step} steps, {state.samples:,} samples, {state.tokens:,} tokens")

@@ -1,4 +1,4 @@
-"""Ranges of the numbers in a configuration, stated beside its fields."""
+"""Range checks for the numbers in a configuration. Each config dataclass states its own ranges."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from data_prep.json_text import shown
 
-ABOVE_0 = math.nextafter(0, 1)  # as a lower bound: 0 itself is refused
+ABOVE_0 = math.nextafter(0, 1)  # as a lower bound, it excludes 0 itself
 MOST_STEPS = 10**9
-MOST_SAMPLES = 10**15  # their number, times any that a sample has, still fits 63 bits
-LARGEST_BATCH = 2**19  # sequences of a step; the largest that was published is an eighth of it
+MOST_SAMPLES = 10**15  # multiplied by any per-sample count, still fits in 63 bits
+LARGEST_BATCH = 2**19  # sequences per step; eight times the largest batch ever published
 
 
 def outside(config: Any, **bounds: tuple[float, float]) -> list[str]:
-    """A line for each attribute of ``config`` that is outside its ``(lowest, highest)``; None is outside nothing.
+    """List the attributes of ``config`` that are outside their ``(lowest, highest)``, one line each. None passes.
 
-    A lowest of -inf leaves that side to the caller.
+    If the lowest is -inf, the caller checks the lower bound.
     """
     found = []
     for name, (low, high) in bounds.items():
@@ -25,6 +25,6 @@ def outside(config: Any, **bounds: tuple[float, float]) -> list[str]:
             continue
         if value > high:
             found.append(f"{name} is {shown(value)}: must be {high:,} or less")
-        elif low > -math.inf and not value >= low:  # so written, it refuses NaN
+        elif low > -math.inf and not value >= low:  # written this way, it also refuses NaN
             found.append(f"{name} is {shown(value)}: must be {'above 0' if low == ABOVE_0 else f'{low:,} or more'}")
     return found

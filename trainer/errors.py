@@ -1,4 +1,4 @@
-"""The one error that a user sees: a line that says what is wrong, where, and what to change."""
+"""Errors shown to users: one line that says what is wrong, where, and what to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data_prep import errors
 from data_prep.errors import SHORTAGES
 from trainer.exits import FAILED, LOST, REFUSED
 
-_NUMBER = re.compile(r"(?:code: |os error )(\d+)")  # how safetensors spells an OSError's number
+_NUMBER = re.compile(r"(?:code: |os error )(\d+)")  # how safetensors writes an OSError's errno
 
 
 class TrainerError(Exception):
@@ -18,36 +18,36 @@ class TrainerError(Exception):
 
 
 class NotFiniteError(TrainerError):
-    """Gradients that are not finite, which no loss scale could help, before their step was noted."""
+    """Non-finite gradients that lowering the loss scale cannot fix. Raised before their step is logged."""
 
 
 class DivergedError(TrainerError):
-    """A loss far above that of the first step."""
+    """The loss is far above that of the first step."""
 
 
 class LostError(TrainerError):
-    """The other ranks cannot be reached. To start again may help, so it ends the program with exit code 3."""
+    """The other ranks cannot be reached. Ends the program with exit code 3: starting again may help."""
 
 
 class PassingError(TrainerError):
-    """A resource ran out, or a device failed. It may pass, so it ends the program with exit code 1."""
+    """A resource ran out, or a device failed. Ends the program with exit code 1: starting again may help."""
 
 
 def shortage(error: BaseException) -> str:
-    """As `data_prep.errors.shortage`, also for what safetensors raises."""
+    """Say which resource ran out, like `data_prep.errors.shortage`; also understands safetensors' errors."""
     if isinstance(error, SafetensorError) and (found := _NUMBER.search(str(error))):
         return SHORTAGES.get(int(found[1]), "")
     return errors.shortage(error)
 
 
 def explain(error: BaseException) -> str:
-    """An error in one line; one that tells of a shortage says what ran out, and what to do."""
+    """Format an error as one line; for a shortage, add what ran out and what to do."""
     said, lacks = " ".join(str(error).split()) or type(error).__name__, shortage(error)
     return f"{said} ({lacks})" if lacks and lacks not in said else said
 
 
 def exit_code(error: BaseException) -> int:
-    """The code to end with: only what the user must change is a refusal."""
+    """Choose the exit code: REFUSED only if the user must change something."""
     if isinstance(error, LostError):
         return LOST
     return FAILED if isinstance(error, PassingError) or shortage(error) else REFUSED

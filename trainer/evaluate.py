@@ -1,14 +1,11 @@
-"""Held-out figures of a model: losses and accuracies, and whether it has learnt from context.
+"""Evaluate a checkpoint on held-out shards, on one process or many ranks, and print the metrics as JSON.
 
     python -m trainer.evaluate --checkpoint RUN_OR_STEP_FOLDER --heldout SHARDS --train SHARDS
-    torchrun --nproc-per-node 8 -m trainer.evaluate …     # or another launcher: each sample once
+    torchrun --nproc-per-node 8 -m trainer.evaluate …     # any launcher works; each sample is counted once
 
-The figures of any number of ranks are the same but for the rounding of sums in another order: some 5e-8 of them.
-SHARDS is a folder or an address (https://, s3://, anything that fsspec opens).
-Beside the loss on all targets stands the loss on the positions that [MASK] replaced, where nothing but
-context can tell the word, and two marks for it: the entropy of those targets under the training data's
-unigram distribution (what frequencies alone reach), and the same model's loss when the other tokens of
-each sequence are shuffled (what it reaches without the order of its context).
+The number of ranks changes the metrics only by rounding, since sums are taken in another order: about 5e-8 of a value.
+SHARDS is a folder or an address (https://, s3://, or anything else that fsspec opens).
+This is the command; the metrics themselves are computed and explained in :mod:`trainer.run.evaluation`.
 """
 
 from __future__ import annotations
@@ -38,25 +35,33 @@ from trainer.options import OneLineParser, add_kernels, one_line, print_result
 from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
 from trainer.run.evaluation import EvaluationConfig, evaluate_context
 
-_STALL = 30.0  # seconds without a byte of a remote file that end an attempt to fetch it
+_STALL = 30.0  # seconds without a byte before an attempt to fetch a remote file is given up
 _TIMEOUT = 600  # seconds that ranks wait for one another
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: one process, or as many as a launcher starts, on GPUs where there are some."""
+    """Run the command as one process or as a launcher's ranks, on GPUs if there are any."""
     write_whole_lines()
     parser = OneLineParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
-    parser.add_argument("--train", required=True, help="training shards, for the unigram distribution; likewise")
+    parser.add_argument(
+        "--train", required=True, help="training shards, for the unigram baseline: a folder or an address"
+    )
     parser.add_argument("--micro-batch", type=int, default=64)
     add_kernels(parser)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     kept = CacheConfig()
     parser.add_argument("--cache-folder", default=kept.folder, help="where remote shards are kept (%(default)s)")
-    parser.add_argument("--cache-gigabytes", type=float, default=kept.gigabytes, help="and how many (%(default)s)")
     parser.add_argument(
-        "--cache-redirects", nargs="+", default=(), metavar="URL", help="https://host: where a server may redirect to"
+        "--cache-gigabytes", type=float, default=kept.gigabytes, help="size limit of that cache (%(default)s)"
+    )
+    parser.add_argument(
+        "--cache-redirects",
+        nargs="+",
+        default=(),
+        metavar="URL",
+        help="other origins that a shard server may redirect to, such as https://host",
     )
     options = parser.parse_args(arguments)
     if problems := EvaluationConfig(micro_batch=options.micro_batch).problems():
@@ -74,19 +79,19 @@ def main(arguments: list[str] | None = None) -> int:
             print_result(json.dumps(command(), indent=1))
     except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
-            time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
+            time.sleep(3)  # usually all ranks fail alike: the first one reports it and the launcher ends us
         say_error(f"trainer.evaluate: error: {one_line(explain(error))}")
         return exit_code(error)
     return 0
 
 
 def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn:
-    """The command among other ranks; rank 0 prints. Ends the process."""
+    """Run the command on every rank; rank 0 prints the result. Ends the process."""
     from trainer.ranks.ending import guard
 
     def meet_and_run() -> None:
         join(world, _TIMEOUT)
-        together(lambda: None, world)  # a rank that fails by itself at once would leave others behind in the meeting
+        together(lambda: None, world)  # otherwise a rank that fails at once would leave the others waiting
         try:
             figures = command()
         except DataError as error:
@@ -108,7 +113,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
         if vocab_size != shape.vocab_size:
             raise TrainerError(
                 f"{folder} has a vocabulary of {vocab_size} entries but the model of {checkpoint} has "
-                f"{shape.vocab_size}: name the shards that it was trained on"
+                f"{shape.vocab_size}: name the shards that the model was trained on"
             )
     if manifest.settings.sequence_length > shape.max_positions:
         raise TrainerError(
@@ -117,7 +122,7 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
         )
     require_vocabulary(found, manifest.tokenizer.sha256, heldout, tell)
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
-        raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build them with one")
+        raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build both with one")
     tokenizer = load_proven(heldout_folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
     model = load_model(found, tokenizer.fillers).to(world.device)
     loader = Loader(heldout_folder, manifest, world.rank, world.size, cache=remote)
@@ -130,11 +135,11 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
 
 
 def _silent(text: str) -> None:
-    """Another rank says it."""
+    """Print nothing: rank 0 prints it."""
 
 
 def _open(place: str, config: CacheConfig, world: World) -> tuple[Path, Cache | None]:
-    """The local folder of a data set, and what fills it if the data set is remote."""
+    """Return the local folder of a data set, and the cache that fills it if the data set is remote."""
     if not is_remote(place):
         return Path(place), None
     cache = open_cache(place, config, _STALL, world.local_rank)

@@ -1,8 +1,8 @@
-"""To and from Hugging Face: names and shapes, folders, and the proof that both models are one.
+"""Export a checkpoint as a Hugging Face BERT: ``python -m trainer.export --checkpoint RUN_OR_STEP --out FOLDER``.
 
-An export is a folder that ``transformers`` loads as ``BertForPreTraining`` with no missing and no unexpected name:
-``model.safetensors`` in fp32, ``config.json``, and the tokenizer's own files. The decoder is tied to the token table
-there as here, so it is written once, under the table's name. The command adds a model card, by choice ``model.onnx``.
+The folder holds ``model.safetensors`` in fp32, ``config.json``, the tokenizer's own files, a model card and, with
+``--onnx``, ``model.onnx``. ``transformers`` loads it as ``BertForPreTraining`` with no missing and no unexpected name.
+This is the command; the conversion and its check are in :mod:`trainer.convert.folder`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from trainer.options import OneLineParser, one_line, print_result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0, or 2 after one line."""
-    parser = OneLineParser(prog="python -m trainer.export", description="Write a Hugging Face BERT.")
+    """Run the command and return its exit code; an error prints one line."""
+    parser = OneLineParser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
-    parser.add_argument("--tokenizer", type=Path, help="by default the one that the run keeps beside its checkpoints")
-    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="by transformers (on)")
+    parser.add_argument("--tokenizer", type=Path, help="by default the one stored in the run's folder")
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare the export with the checkpoint in transformers (on)",
+    )
     tasks = " or ".join(onnx.OUTPUTS)
-    parser.add_argument("--onnx", nargs="?", const="fill-mask", choices=onnx.OUTPUTS, help=f"model.onnx, for {tasks}")
+    parser.add_argument(
+        "--onnx", nargs="?", const="fill-mask", choices=onnx.OUTPUTS, help=f"also write model.onnx, for {tasks}"
+    )
     parser.add_argument("--license", help="for the model card, as Hugging Face spells it: apache-2.0")
-    parser.add_argument("--language", help="for the model card, likewise: en")
+    parser.add_argument("--language", help="for the model card, as Hugging Face spells it: en")
     options = parser.parse_args(arguments)
     try:
         _run(options)

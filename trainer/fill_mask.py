@@ -1,7 +1,7 @@
-"""What a model would put where [MASK] stands: ``python -m trainer.fill_mask --model MODEL TEXT …``
+"""Predict the tokens behind [MASK]: ``python -m trainer.fill_mask --model MODEL TEXT …``
 
-MODEL is a run's folder, a checkpoint, or any Hugging Face BERT with its MLM head, such as ``trainer.export`` writes.
-A text may hold several [MASK]s; each is answered by itself, with the others left masked.
+MODEL is a run's folder, a checkpoint, or any Hugging Face BERT with its MLM head, such as one from ``trainer.export``.
+A text may contain several [MASK]s; each is predicted independently, with the others left masked.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ Answer = list[tuple[str, float]]  # tokens and their probabilities, the likelies
 
 
 def fill_masks(model: Bert, tokenizer: Tokenizer, texts: list[str], top: int = 5) -> list[list[Answer]]:
-    """For each text and each [MASK] in it, the ``top`` likeliest tokens with their probabilities.
+    """Return, for each [MASK] of each text, the ``top`` likeliest tokens with their probabilities.
 
-    What is beyond the model's positions is cut off. Raises TrainerError if a [MASK] is, or if a text holds none.
+    Long texts are truncated to the model's positions. Raises TrainerError if that cuts off a [MASK], or if a text
+    contains none.
     """
     examples = [_example(text, tokenizer, model.model.max_positions) for text in texts]
     batch = collate([(example,) for example in examples], range(len(texts)), torch.int64)
@@ -53,9 +54,9 @@ def fill_masks(model: Bert, tokenizer: Tokenizer, texts: list[str], top: int = 5
 
 
 def _example(text: str, tokenizer: Tokenizer, longest: int) -> Example:
-    """[CLS] text [SEP], with its masks at ``places``."""
+    """Encode [CLS] text [SEP]; ``places`` are the positions of its masks."""
     shown = repr(shorten(text, 60, placeholder=" …"))
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python keeps a byte that is no UTF-8
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python represents a byte that is not UTF-8
         raise TrainerError(f"{shown} is not UTF-8 text: write it as UTF-8")
     specials, tokens, places = tokenizer.specials, [tokenizer.specials.cls], list[int]()
     for number, part in enumerate(text.split(MASK)):
@@ -67,7 +68,7 @@ def _example(text: str, tokenizer: Tokenizer, longest: int) -> Example:
         raise TrainerError(f"no {MASK} in {shown}; put one where a token is wanted")
     if lost := sum(place >= longest - 1 for place in places):
         raise TrainerError(
-            f"{lost} of {len(places)} {MASK} beyond the {longest} tokens that the model holds of {shown}: shorten it"
+            f"{lost} of {len(places)} {MASK} are beyond the model's limit of {longest} tokens in {shown}: shorten it"
         )
     tokens = [*tokens[: longest - 1], specials.sep]
     return Example(tuple(tokens), (0,) * len(tokens), tuple(places))
@@ -81,12 +82,12 @@ def _lines(texts: list[str], answers: list[list[Answer]]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0, or 2 after one line."""
-    parser = OneLineParser(prog="python -m trainer.fill_mask", description="Fill [MASK] in texts.")
+    """Run the command and return its exit code; an error prints one line."""
+    parser = OneLineParser(prog="python -m trainer.fill_mask", description="Predict the tokens behind [MASK] in texts.")
     parser.add_argument("--model", required=True, type=Path, help="a run's folder, a checkpoint, a Hugging Face BERT")
-    parser.add_argument("--top", type=int, default=5, help="how many tokens for each [MASK] (%(default)s)")
+    parser.add_argument("--top", type=int, default=5, help="how many tokens to list for each [MASK] (%(default)s)")
     add_kernels(parser)
-    parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text with one [MASK] or more")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text with at least one [MASK]")
     options = parser.parse_args(arguments)
     if problems := outside(options, top=(1, 1000)):
         parser.error(f"--{problems[0]}")
@@ -95,7 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
             backend.resolve("cpu")
             model, folder, missing = load_bert(options.model, partial(print, "trainer.fill_mask:", file=sys.stderr))
             if "MLM head" in missing:
-                raise TrainerError(f"{options.model} has no MLM head, which alone knows tokens: name one that has it")
+                raise TrainerError(
+                    f"{options.model} has no MLM head, so it cannot predict tokens: name a model that has one"
+                )
             answers = fill_masks(model, load_tokenizer(folder), options.texts, options.top)
         print_result("\n".join(_lines(options.texts, answers)))
     except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:

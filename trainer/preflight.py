@@ -1,9 +1,9 @@
-"""Before the night: everything that a run needs of its nodes, tried in seconds and said, under the run's own launcher.
+"""Check in seconds everything that a run needs from its nodes, under the run's own launcher.
 
-    python -m trainer.preflight --config run.yaml --hostfile hosts         # alone: what deepspeed will read
+    python -m trainer.preflight --config run.yaml --hostfile hosts            # one process: what deepspeed will read
     deepspeed --hostfile hosts --module trainer.preflight --config run.yaml   # or torchrun, mpirun, srun, …
 
-Ranks meet as the run's do, and are refused for the same reasons; then they sum numbers and say how fast.
+Ranks meet as the run's ranks do and are refused for the same reasons. Then they time an all-reduce.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from trainer.run.identity import identity, require_allowed, require_own_folder, 
 from trainer.run.phases import PhaseData
 from trainer.run.start import meet, prepare
 
-MEBIBYTES = 64  # of the sum that is timed
+MEBIBYTES = 64  # size of the timed all-reduce
 TRIES = 5
 
 
 def main() -> None:
-    """Check, and say what was found. Exit code 0 when the run can start, 2 with a line where it cannot."""
+    """Check and report. Exit code 0 if the run can start, 2 with one line if it cannot."""
     write_whole_lines()
     parser = OneLineParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
-    parser.add_argument("--hostfile", type=Path, help="of deepspeed: check it, and .deepspeed_env, on this node")
+    parser.add_argument("--hostfile", type=Path, help="check deepspeed's host file and .deepspeed_env on this node")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     options = parser.parse_args()
     config, phases, world = prepare(options.config, options.set, _slots(options.hostfile))
@@ -79,7 +79,7 @@ def _try_all(config: Config, phases: list[PhaseData], world: World, hosts: Path 
 
 
 def _slots(hosts: Path | None) -> int | None:
-    """The ranks of a host file; None without one, and for one that is refused later, with its line."""
+    """Count the ranks of a host file; None if there is none, or if it is invalid, which is reported later."""
     try:
         return None if hosts is None else sum(hostfile.read_hosts(hosts).values())
     except TrainerError:
@@ -91,9 +91,11 @@ def _say_what_deepspeed_reads(path: Path, world: World) -> None:
     slots = sum(hosts.values())
     say(f"{path}: {len(hosts)} nodes, {slots} ranks: {', '.join(f'{host} {count}' for host, count in hosts.items())}")
     if world.size not in (1, slots):
-        raise TrainerError(f"{path} has {slots} slots, but {world.size} ranks were started: start them with it")
+        raise TrainerError(
+            f"{path} has {slots} slots, but {world.size} ranks were started: start the ranks with that host file"
+        )
     given = hostfile.read_environment(Path.home(), Path.cwd())
-    say(f"{hostfile.ENVIRONMENT} gives every rank: {', '.join(given) or 'nothing'}")
+    say(f"{hostfile.ENVIRONMENT} sets on every rank: {', '.join(given) or 'nothing'}")
     left = hostfile.left_behind(settings(), given, world.device.type == "cuda")
     if left and len(hosts) > 1 and world.size == 1:
         say(f"warning: set here, but not for the ranks: {', '.join(left)}; write them into {hostfile.ENVIRONMENT}")
@@ -104,13 +106,13 @@ def _say_node(world: World) -> None:
         name = (
             torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
         )
-        up = ", ".join(ports()) or "no InfiniBand port that is up"
+        up = ", ".join(ports()) or "no InfiniBand port is up"
         place = numbers(range(world.rank, world.rank + world.local_size))
         say(f"{socket.gethostname()}: {place}: {name}; {up}")
 
 
 def _share(config: Config, world: World) -> None:
-    """The run's folder can be written by rank 0 and seen by every node; what was made for the trial is gone after."""
+    """Check that rank 0 can write the run's folder and every node sees it; leave nothing behind."""
     folder = Path(config.run.folder)
     was_there = folder.exists()
     together(lambda: folder.mkdir(parents=True, exist_ok=True) if world.is_main else None, world)
@@ -123,7 +125,7 @@ def _share(config: Config, world: World) -> None:
 
 
 def _foresee(config: Config, phases: list[PhaseData]) -> None:
-    """What the run will find in its folder. Raises TrainerError where it would refuse to start."""
+    """Report what the run will find in its folder. Raises TrainerError if the run would refuse to start."""
     folder = Path(config.run.folder)
     require_own_folder(folder)
     for reason in stuck_saves(folder).values():
@@ -134,17 +136,17 @@ def _foresee(config: Config, phases: list[PhaseData]) -> None:
         shapes = {name: p.shape for name, p in Bert(config.model).named_parameters()}
     if found is not None:
         require_same_run(found.record, identity(config, phases), tuple(d.phase for d in phases), found.folder)
-        say(f"the run goes on from {found.folder}")
+        say(f"the run will continue from {found.folder}")
         _say_changes(config, phases, found)
     elif config.run.weights is not None:
         fitting(Path(config.run.weights), config.model, shapes, say, phases[0].loader.folder / TOKENIZER_FOLDER)
     size, free = 12 * sum(s.numel() for s in shapes.values()), shutil.disk_usage(_above(folder)).free
     if free < size:
-        raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB and {free >> 20:,} are free: make room")
+        raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB but {free >> 20:,} are free: make room")
 
 
 def _say_changes(config: Config, phases: list[PhaseData], found: Checkpoint) -> None:
-    """What the run will change; not its ranks and their precision, as this command may run alone, on another node."""
+    """Report which settings changed; not the ranks and precision, since this command may run alone on another node."""
     saved, stated = Setup.of(found), config.engine.precision
     tree = to_tree(replace(config, phases=tuple(data.phase for data in phases)))
     precision = saved.precision if stated == "auto" else stated
@@ -154,7 +156,7 @@ def _say_changes(config: Config, phases: list[PhaseData], found: Checkpoint) -> 
 
 
 def _above(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return folder if folder.exists() else _above(folder.absolute().parent)
 
 
@@ -164,14 +166,14 @@ def _try_port(config: Config) -> None:
         return
     try:
         listen(metrics.port, metrics.address).close()
-    except (OSError, UnicodeError) as error:  # the last: no name of a host
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         where = f"{socket.gethostname()}, {metrics.address}"
         why = error.strerror if isinstance(error, OSError) else "no such host"
         raise TrainerError(f"metrics.port {metrics.port} of {where}: {why}; name another, or null") from None
 
 
 def _time_sum(world: World) -> None:
-    """All-reduce as the gradients' is, checked, and its bus bandwidth as nccl-tests define it: 2 (n - 1) / n."""
+    """Check and time an all-reduce like the gradients'; the bus bandwidth is nccl-tests' 2 (n - 1) / n."""
     data = torch.ones(MEBIBYTES * 2**18, device=world.device)
     best = float("inf")
     for _ in range(TRIES):

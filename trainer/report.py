@@ -1,8 +1,8 @@
-"""A run in pictures: ``python -m trainer.report RUN_FOLDER`` draws its metrics.jsonl, and sums it up in words.
+"""Draw a run's metrics.jsonl as ``report.png`` and print a summary: ``python -m trainer.report RUN_FOLDER``.
 
-Writes ``report.png`` into the run's folder: what it learnt, how its optimizer did, how fast it was, and where
-its time went. Restarts are dotted lines, later phases shaded; what an older run did not tell is left out. Published
-figures of the same model (:mod:`trainer.monitor.references`) stand beside the run's own.
+This is the command; the panels are drawn in :mod:`trainer.monitor.panels`, and the summary comes from
+:mod:`trainer.monitor.summary`. Published results of the same model (:mod:`trainer.monitor.references`) are shown for
+comparison.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from trainer.options import OneLineParser, print_result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    parser = OneLineParser(prog="python -m trainer.report", description="Draw a run's metrics.")
+    """Run the command and return its exit code; an error prints one line."""
+    parser = OneLineParser(
+        prog="python -m trainer.report", description="Draw a run's metrics as report.png and print a summary."
+    )
     parser.add_argument("folder", type=Path, help="the run's folder")
-    parser.add_argument("--references", action=argparse.BooleanOptionalAction, default=True, help="published figures")
+    parser.add_argument(
+        "--references", action=argparse.BooleanOptionalAction, default=True, help="compare with published results (on)"
+    )
     options = parser.parse_args(arguments)
     folder, path = options.folder, options.folder / "report.png"
     try:
@@ -46,12 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
         say_error(f"trainer.report: error: {path} cannot be written: {error.strerror}")
         return exit_code(error)
     return 0
-
-
-# ---- in words ------------------------------------------------------------------------------------------------
-
-
-# ---- in pictures ---------------------------------------------------------------------------------------------
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""YAML that somebody wrote by hand, as plain data: limited in size and depth, and strict where PyYAML guesses."""
+"""Read hand-written YAML as plain data, with limits on size and depth, and strictly where PyYAML guesses."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from yaml.constructor import ConstructorError
 
 from data_prep.json_text import shown
 
-LARGEST = 1 << 18  # bytes; PyYAML reads some hundred thousand a second, and a configuration has a few thousand
+LARGEST = 1 << 18  # bytes; a configuration has a few thousand, and PyYAML reads some 100,000 per second
 DEEPEST = 32
-MOST_VALUES = 100_000  # with each alias counted as often as it stands there
+MOST_VALUES = 100_000  # each use of an alias counts
 _TAG = "tag:yaml.org,2002:"
 
 
 def parse_yaml(text: str) -> Any:
-    """One document of mappings with text keys, lists, texts, numbers, booleans and null. Nothing in it is shared.
+    """Parse one document of mappings with text keys, lists, texts, numbers, booleans and null. Nothing is shared.
 
-    A date is a text. ``<<: *name`` merges a mapping into another one, whose own keys win. Raises ValueError, in one
-    line, for anything else: no YAML, a key that stands twice or is no text, a tag that does not fit its value, or what
-    is too deep or too much, as nested aliases soon are.
+    A date is read as text. ``<<: *name`` merges a mapping into another one, whose own keys win. Raises ValueError, in
+    one line, for anything else: invalid YAML, a key that is repeated or not text, a tag that does not fit its value, or
+    a document that is too deep or too large, perhaps because of nested aliases.
     """
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _unshared(loader.construct_object(node, deep=True), count(1))
-    except (yaml.YAMLError, OverflowError) as error:  # the latter and ValueError: an escape such as "\\UFFFFFFFF"
+    except (yaml.YAMLError, OverflowError) as error:  # OverflowError and ValueError: an escape such as "\\UFFFFFFFF"
         raise ValueError(" ".join(str(error).split())) from None
 
 
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Composes a value with all that is in it; before PyYAML has read what is too deep."""
+        """Compose a value and its contents; refuse deep nesting before PyYAML reads it."""
         self._depth += 1
         if self._depth > DEEPEST:
             mark = None if parent is None else parent.start_mark
@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping's own keys, and those of the mappings that it merges, the first of which wins."""
+        """Return a mapping's own keys and those of the mappings it merges, where the first one wins."""
         own, merged = dict[Any, Any](), dict[Any, Any]()
         for key_node, value_node in node.value:
             if key_node.tag == _TAG + "merge":
@@ -58,12 +58,12 @@ class _Loader(yaml.SafeLoader):
                 said = f"the key {shown(key)} is a {type(key).__name__}: write it in quotes"
                 raise ConstructorError(None, None, said, key_node.start_mark)
             if key in own:
-                raise ConstructorError(None, None, f"the key {shown(key)} stands twice", key_node.start_mark)
+                raise ConstructorError(None, None, f"the key {shown(key)} is repeated", key_node.start_mark)
             own[key] = self.construct_object(value_node, deep=True)
         return merged | own
 
     def _merged(self, node: yaml.Node) -> dict[Any, Any]:
-        """What ``<<`` brings: a mapping, or a list of them."""
+        """Return the keys that ``<<`` merges, from a mapping or a list of mappings."""
         merged = dict[Any, Any]()
         for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(each, yaml.MappingNode):
@@ -72,11 +72,11 @@ class _Loader(yaml.SafeLoader):
         return merged
 
     def construct_number(self, node: yaml.Node) -> Any:
-        """An int, float or bool, whose tag may have been written out."""
+        """Construct an int, float or bool, whose tag may be explicit."""
         try:
             return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
         except (ValueError, LookupError, OverflowError):
-            said = f"{shown(node.value)} is no {node.tag.removeprefix(_TAG)} that can be read"
+            said = f"{shown(node.value)} is not a valid {node.tag.removeprefix(_TAG)}"
             raise ConstructorError(None, None, said, node.start_mark) from None
 
 
@@ -92,9 +92,9 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def _unshared(value: Any, values: count[int], depth: int = 1) -> Any:
-    """A copy in which what aliases stand for is a value of its own each time."""
+    """Copy ``value`` so that each use of an alias is a separate value."""
     if next(values) > MOST_VALUES or depth > DEEPEST:
-        raise yaml.YAMLError(f"aliases come to more than {MOST_VALUES:,} values, or {DEEPEST} levels")
+        raise yaml.YAMLError(f"aliases expand to more than {MOST_VALUES:,} values or {DEEPEST} levels")
     match value:
         case dict():
             return {key: _unshared(inner, values, depth + 1) for key, inner in value.items()}

@@ -1,7 +1,8 @@
-"""Plain weights: ``python -m trainer.weights RUN_OR_CHECKPOINT OUT.safetensors``, and what a run may start from.
+"""Write a checkpoint's weights as one file: ``python -m trainer.weights RUN_OR_CHECKPOINT OUT.safetensors``.
 
-One safetensors file with every parameter whole, fp32, under Lambert's own names, and the model's configuration
-and its tokenizer's sha256 in its metadata: no moments and no step. Writing one needs no engine and no launcher.
+The safetensors file holds every parameter, unsharded, in fp32, under Lambert's own names; its metadata holds the
+model's configuration and the tokenizer's sha256. It has no moments and no step. The command needs no engine and no
+launcher. This is the command; the file is written and read by :mod:`trainer.convert.weights`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from trainer.options import OneLineParser, one_line, print_result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0, or 2 after one line."""
-    parser = OneLineParser(prog="python -m trainer.weights", description="Write a checkpoint's weights.")
+    """Run the command and return its exit code; an error prints one line."""
+    parser = OneLineParser(
+        prog="python -m trainer.weights", description="Write a checkpoint's weights as one safetensors file."
+    )
     parser.add_argument("checkpoint", type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("out", type=Path, help="the safetensors file to write; must not exist")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""The local folder of a remote data set: what a run needs of it, filled shard by shard, and bounded.
+"""Cache a remote data set in a local folder, shard by shard, within a size limit.
 
-It is ``<cache>/<sha256 of the manifest>`` with the data set's own names in it, so the ranks of a node, several runs
-and several phases share it. Beside each shard lies a lock file (flock): whoever reads a shard holds it shared,
-whoever fetches or removes it holds it alone. So a shard is fetched once on a node, none is removed that anybody
-reads, and a killed process leaves nothing held. A file gets its name once the manifest's sha256 has proved it.
+The folder is ``<cache>/<sha256 of the manifest>`` and keeps the data set's file names, so the ranks of a node, several
+runs and several phases share it. Each shard has a lock file (flock): readers hold a shared lock, and whoever fetches or
+removes the shard holds an exclusive one. So a node fetches a shard once, never removes one that is being read, and a
+killed process leaves no lock behind. A file gets its name only after its sha256 matches the manifest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainer.bounds import outside
 from trainer.data.remote import POLL, Remote
 from trainer.errors import TrainerError, shortage
 
-FETCHERS = 4  # shards at once that a rank fetches
+FETCHERS = 4  # shards that a rank fetches at once
 ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
 
@@ -48,15 +48,15 @@ ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 class CacheConfig:
     """Where the shards of remote data sets are kept, and how many."""
 
-    folder: str = "~/.cache/lambert"  # on the node's own disk; its ranks, and other runs, share it
-    # it may grow to this before the shards used longest ago go; those of the order's window and of the following
-    # one stay, however many they are
+    folder: str = "~/.cache/lambert"  # on the node's own disk, shared by its ranks and by other runs
+    # size limit, beyond which the least recently used shards are removed; the shards of the current shuffle window and
+    # of the next one always stay
     gigabytes: float = 20.0
-    # a server over HTTP may redirect to itself, and to these: ["https://cdn.example.com"]
+    # origins, besides its own, that an HTTP server may redirect to: ["https://cdn.example.com"]
     redirects: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """List invalid values, each with what to change."""
         found = []
         if not self.folder:
             found.append("folder is empty: name one on the node's own disk")
@@ -64,28 +64,28 @@ class CacheConfig:
         for place in self.redirects:
             if not ORIGIN.fullmatch(place):
                 found.append(
-                    f"redirects has {shown(place)}: name scheme, host and port alone, as https://cdn.example.com"
+                    f"redirects has {shown(place)}: name only scheme, host and port, as in https://cdn.example.com"
                 )
         return found
 
 
 class Cache:
-    """The local folder of a remote data set; ``folder`` has everything but the shards when this is made.
+    """The local folder of a remote data set. ``folder`` must already contain everything except the shards.
 
-    ``limit``: bytes of shards in the whole cache, past which what nobody holds is removed. ``turn``: which of the
-    shards is fetched first, so that the ranks of a node share the work.
+    ``limit``: bytes of shards in the whole cache, beyond which unlocked shards are removed. ``turn``: which shard to
+    fetch first, so that the ranks of a node share the work.
     """
 
     def __init__(self, remote: Remote, folder: Path, limit: float, turn: int) -> None:
         self.remote, self.folder, self.limit, self.turn = remote, folder, limit, turn
         self.manifest = load_manifest(folder)
-        self._held: dict[int, IO[bytes]] = {}  # shard: its lock, held shared
+        self._held: dict[int, IO[bytes]] = {}  # shard number: its shared lock
         self._wanted: set[int] = set()
         self._ahead: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(FETCHERS, thread_name_prefix="remote")
 
     def problems(self) -> list[str]:
-        """The shards that are not there, or of another size, as the server says; none of them is read."""
+        """List the shards that the server lacks or reports with another size. Reads none of them."""
         tars = {f"{shard.name}.tar": shard.bytes for shard in self.manifest.shards}
         keys = [*tars, *(f"{shard.name}.idx.npy" for shard in self.manifest.shards)]
         sizes = self.remote.sizes(keys)
@@ -97,12 +97,12 @@ class Cache:
         ]
         if not wrong:
             return []
-        return [f"{self.remote.address}: missing or cut: {', '.join(wrong)}; publish the data set again"]
+        return [f"{self.remote.address}: missing or truncated: {', '.join(wrong)}; publish the data set again"]
 
     def want(self, now: Sequence[int], following: Sequence[int]) -> None:
-        """Shards ``now`` are there when this returns; ``following`` are fetched meanwhile; no other is held.
+        """Fetch and lock the shards ``now``, start to fetch ``following``, and release all others.
 
-        Raises TrainerError with the address of a shard that cannot be had.
+        Raises TrainerError with the address of a shard that cannot be fetched.
         """
         self._wanted = {*now, *following}
         for number in list(self._held):
@@ -115,11 +115,11 @@ class Cache:
         self._ahead = under_way + [self._pool.submit(self._hold, number) for number in self._mine_first(following)]
 
     def halt(self) -> None:
-        """Break off what is being fetched, or waited for, however slow the server is."""
+        """Abort all fetching and waiting, however slow the server is."""
         self.remote.ended.set()
 
     def rest(self) -> None:
-        """Hold nothing and fetch nothing, until shards are wanted again."""
+        """Release all shards and stop fetching until shards are wanted again."""
         self.want((), ())
         wait(self._ahead)
         self.remote.ended.clear()
@@ -130,7 +130,7 @@ class Cache:
         return wanted[start:] + wanted[:start]
 
     def _hold(self, number: int) -> None:
-        """Hold a shard, fetched if it is not there. What fails ahead of time is tried again when it is needed."""
+        """Lock a shard, and fetch it first if absent. A failed prefetch is tried again when the shard is needed."""
         if number in self._held or number not in self._wanted:
             return
         shard = self.manifest.shards[number]
@@ -138,9 +138,9 @@ class Cache:
         lock = (self.folder / f"{shard.name}.lock").open("a+b")
         try:
             while not self._share(shard, lock):
-                if not _try_lock(lock, fcntl.LOCK_EX):  # another fetches or removes it: look again
+                if not _try_lock(lock, fcntl.LOCK_EX):  # another process fetches or removes it: check again
                     if self.remote.ended.wait(POLL):
-                        raise TrainerError(f"{self.remote.address}: the run ends")
+                        raise TrainerError(f"{self.remote.address}: the run is ending")
                 elif not self._is_whole(shard):
                     self._fetch(shard, lock, asked)
             os.utime(tar_path(self.folder, shard.name))
@@ -157,26 +157,26 @@ class Cache:
             lock.close()
 
     def _share(self, shard: ShardRecord, lock: IO[bytes]) -> bool:
-        """Whether the shard is there, and its lock held shared. Nobody holds one whose shard is not there."""
+        """Take the shared lock if the shard is there; return whether it was. An absent shard stays unlocked."""
         if not (self._is_whole(shard) and _try_lock(lock, fcntl.LOCK_SH)):
             return False
-        if not self._is_whole(shard):  # removed between the two
+        if not self._is_whole(shard):  # removed in between
             fcntl.flock(lock, fcntl.LOCK_UN)
             return False
         return True
 
     def _is_whole(self, shard: ShardRecord) -> bool:
-        """Whether both files are there; they were proved before they got their names."""
+        """Whether both files exist. They were verified before they got their names."""
         tar = tar_path(self.folder, shard.name)
         return tar.is_file() and tar.stat().st_size == shard.bytes and index_path(self.folder, shard.name).is_file()
 
     def _fetch(self, shard: ShardRecord, lock: IO[bytes], asked: float) -> None:
-        """Both files of a shard whose lock is held alone. A failure goes to those who wait for it, as well."""
+        """Fetch both files of a shard under its exclusive lock. A failure is passed on to the waiting ranks."""
         lock.seek(0)
         failure = lock.read().decode()
         if failure and os.fstat(lock.fileno()).st_mtime >= asked:
             raise TrainerError(failure)
-        for left in self.folder.glob(f"{shard.name}.*{TEMPORARY}"):  # by a process that was killed
+        for left in self.folder.glob(f"{shard.name}.*{TEMPORARY}"):  # left by a killed process
             left.unlink(missing_ok=True)
         tar, index = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
         try:
@@ -185,26 +185,26 @@ class Cache:
             self.remote.fetch(tar.name, tar, shard.sha256, shard.bytes, shard.bytes)
             _make_room(self.folder.parent, self.limit)
         except TrainerError as error:
-            if not self.remote.ended.is_set():  # that is nobody else's failure
+            if not self.remote.ended.is_set():  # ending this run is not a failure for others
                 lock.truncate(0)
                 lock.write(str(error).encode())
                 lock.flush()
             raise
 
     def _require_room(self, shard: ShardRecord) -> None:
-        """Raises TrainerError, before a byte is fetched, where the manifest names more than fits on the disk."""
+        """Raises TrainerError before fetching a shard that does not fit on the disk."""
         free = shutil.disk_usage(self.folder).free
         if shard.bytes > free:
             raise TrainerError(
-                f"{self.remote.address}/{shard.name}.tar has {shard.bytes:,} bytes by its manifest, but the disk of "
+                f"{self.remote.address}/{shard.name}.tar has {shard.bytes:,} bytes, but the disk of "
                 f"cache.folder has {free:,} free: free some, or name another folder"
             )
 
 
 def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cache:
-    """The folder of the data set at ``address`` with its manifest, counts and tokenizer, but no shard yet.
+    """Create the folder of the data set at ``address`` with its manifest, counts and tokenizer, but no shards yet.
 
-    Raises TrainerError with the address of what cannot be had, or that is not what the manifest says.
+    Raises TrainerError with the address of a file that cannot be fetched or does not match the manifest.
     """
     remote, root = Remote(address, stall, cache.redirects), Path(cache.folder)
     try:
@@ -219,12 +219,12 @@ def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cac
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not _small_is_whole(folder, manifest):
                     _fetch_small(remote, manifest, folder)
-                    (Path(incoming) / MANIFEST).replace(folder / MANIFEST)  # last: now it is a data set
+                    (Path(incoming) / MANIFEST).replace(folder / MANIFEST)  # last: it marks the data set as complete
         return Cache(remote, folder, cache.gigabytes * 1e9, turn)
-    except (OSError, RuntimeError) as error:  # the latter: no such user's home
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for that user
         if shortage(error):
             raise
-        raise TrainerError(f"cache.folder {root} cannot be used ({error}): name one that can be written") from None
+        raise TrainerError(f"cache.folder {root} cannot be used ({error}): name a writable folder") from None
 
 
 def _load(folder: Path, remote: Remote) -> Manifest:
@@ -235,7 +235,9 @@ def _load(folder: Path, remote: Remote) -> Manifest:
     names = [shard.name for shard in manifest.shards]
     strange = [name for name in names if "/" in name or not name.startswith(PREFIX)]
     if strange or (manifest.token_counts.file, manifest.length_counts.file) != (TOKEN_COUNTS, LENGTH_COUNTS):
-        raise TrainerError(f"{remote.address}/{MANIFEST} names files that no build writes: name a data set of ours")
+        raise TrainerError(
+            f"{remote.address}/{MANIFEST} names files that no build writes: name a data set built by data_prep"
+        )
     return manifest
 
 
@@ -253,7 +255,7 @@ def _fetch_small(remote: Remote, manifest: Manifest, folder: Path) -> None:
 
 
 def _small_is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether all but the shards is there, as fetched before; what was damaged meanwhile is fetched again."""
+    """Whether everything except the shards is there and undamaged; if not, it is fetched again."""
     counts = {each.file: each.sha256 for each in (manifest.token_counts, manifest.length_counts)}
     try:
         if any(file_sha256(folder / name) != sha256 for name, sha256 in {MANIFEST: folder.name, **counts}.items()):
@@ -265,7 +267,7 @@ def _small_is_whole(folder: Path, manifest: Manifest) -> bool:
 
 
 def _try_lock(lock: IO[bytes], kind: int) -> bool:
-    """Take the lock, or change what is held of it, if nobody is in the way."""
+    """Take or change the lock if no other process prevents it; return whether it worked."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -274,9 +276,9 @@ def _try_lock(lock: IO[bytes], kind: int) -> bool:
 
 
 def _make_room(cache: Path, limit: float) -> None:
-    """Remove shards that nobody holds, those used longest ago first, until at most ``limit`` bytes are left.
+    """Remove unlocked shards, least recently used first, until at most ``limit`` bytes are left.
 
-    Only what has a lock file beside it: a data set of the user's own is never touched, wherever the cache may be.
+    Only shards with a lock file are removed: the user's own data sets are never touched, wherever the cache is.
     """
     tars = []
     for lock in cache.glob(f"*/{PREFIX}*.lock"):

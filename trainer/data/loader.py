@@ -1,9 +1,9 @@
-"""Shards → unpadded micro-batches. A batch is a function of its position; the loader keeps no state.
+"""Read shards as unpadded micro-batches. A batch is a function of its position; the loader keeps no state.
 
-Every rank works out the whole global batch from the indexes (lengths and masked counts), so all ranks
-agree on the counts, the cut and the number of steps without a word, and reads only its own samples:
-each by its offset, each proved by its checksum. Ranks meet before a step in two cases only: to count the
-targets of new masks whose number depends on the draw, and to stop while remote shards do not come.
+Every rank works out the whole global batch from the indexes (lengths and masked counts), so all ranks agree on the
+counts, the partition and the number of steps without communicating. Each rank reads only its own samples, by offset,
+and verifies their checksums. Ranks communicate before a step in only two cases: to count the targets of dynamic masks
+whose number depends on the draw, and to stop while waiting for remote shards.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ CPU = torch.device("cpu")
 class StepBatch:
     """What one step of one rank trains on."""
 
-    position: int  # of its first sample in the phase's order; the next step starts at position + samples
+    position: int  # of the first sample in the phase's order; the next step starts at position + samples
     samples: int  # of the global batch
-    micro_batches: tuple[MicroBatch, ...]  # this rank's
+    micro_batches: tuple[MicroBatch, ...]  # for this rank
     counts: GlobalCounts  # of the global batch
-    wait_seconds: float = 0.0  # that training waited for it
+    wait_seconds: float = 0.0  # how long training waited for it
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard that is open. Read by system calls: what is mapped kills the process if the file shrinks."""
+    """An open shard. It is read by system calls: a memory map would kill the process if the file shrinks."""
 
     path: Path
     index: NDArray[np.int64]  # (samples, columns)
-    handle: int  # closed when nothing refers to this any longer
+    handle: int  # closed when nothing refers to this object any longer
 
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.handle)
@@ -63,7 +63,7 @@ class _Shard:
 
 @dataclass(frozen=True)
 class DynamicMasks:
-    """What new masks are drawn by."""
+    """Settings for drawing new masks."""
 
     vocabulary: Vocabulary
     masking: Masking
@@ -71,16 +71,16 @@ class DynamicMasks:
 
     @property
     def keeps_counts(self) -> bool:
-        """Whether new masks have as many tokens as the static ones, whose number the index knows."""
+        """Whether new masks cover as many tokens as the static ones, whose number is in the index."""
         return self.masking.unit == "token"
 
 
 class Loader:
     """Reads the shards of one folder for rank ``rank`` of ``ranks``.
 
-    ``masks``: training reads each sample under new masks in each epoch; None: under the static ones.
-    ``cache``: what fills the folder, if its shards are remote. ``device``: what training's batches will go to.
-    Raises TrainerError with the shard's name on any damage.
+    ``masks``: draw new masks for each sample in each epoch; None uses the static ones. ``cache``: fills the folder if
+    the shards are remote. ``device``: where training's batches will go. Raises TrainerError with the shard's name on
+    any damage.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Loader:
         self._sizes = np.array([shard.samples for shard in manifest.shards])
         self._remedy = "restore it or build the shards again"
         if cache is not None:
-            self._remedy = f"remove it, and it is fetched again from {cache.remote.address}"
-        self._in_use: tuple[list[int], list[int]] = [], []  # of the cache: shards of now, and of a little later
+            self._remedy = f"remove it, and it will be fetched again from {cache.remote.address}"
+        self._in_use: tuple[list[int], list[int]] = [], []  # shards requested from the cache: needed now, and next
         self._shard = lru_cache(maxsize=256)(self._open)
 
     def problems(self) -> list[str]:
-        """All shards that are absent, unreadable or of another size, told without reading one."""
+        """List the shards that are absent, unreadable or of another size. Reads none of them."""
         if self.cache is not None:
             return self.cache.problems()
         wrong = []
@@ -114,22 +114,24 @@ class Loader:
                 wrong.append(f"{tar.name} ({tar.stat().st_size} bytes instead of {shard.bytes})")
         if not wrong:
             return []
-        return [f"{self.folder}: missing, unreadable or cut: {', '.join(wrong)}; restore them or build again"]
+        return [f"{self.folder}: missing, unreadable or truncated: {', '.join(wrong)}; restore them or build again"]
 
     def read(self, order: Order, position: int, global_batch: int, micro_batches: int) -> StepBatch:
-        """The step's batch at ``position``, cut over all ranks into ``micro_batches`` each.
+        """Read this rank's part of the batch at ``position``, which is divided into ``micro_batches`` per rank.
 
-        ``counts.targets`` are those of this rank alone where new masks do not keep them: ``steps`` completes them.
+        If new masks change the number of targets, ``counts.targets`` covers only this rank; ``steps`` completes it.
         """
         self._use(*_shards_at(order, position, global_batch))
         picks = order.take(position, global_batch)
         index = self._index_rows(picks)
         lengths = index[:, Column.TOKENS]
         parts = deal(lengths, self.ranks * micro_batches)
-        mine = parts[self.rank :: self.ranks]  # the k-th of all ranks are neighbours, so nearly equal in tokens
+        mine = parts[
+            self.rank :: self.ranks
+        ]  # all ranks' k-th parts are neighbours, so they have nearly the same number of tokens
         own = np.concatenate(mine)
         samples, targets = self._samples(picks[own], index[own]), int(index[:, Column.MASKED].sum())
-        if self.masks is not None:  # all of a step at once: half the time of one micro-batch after the other
+        if self.masks is not None:  # a whole step at once: half the time of masking each micro-batch separately
             samples = self._remasked(samples, picks[own], position + own, self.masks)
             if not self.masks.keeps_counts:
                 targets = sum(len(sample.positions) for sample in samples)
@@ -147,10 +149,10 @@ class Loader:
     def steps(
         self, order: Order, position: int, global_batch: int, micro_batches: int, stop: Stop | None = None
     ) -> Generator[StepBatch, None, None]:
-        """The endless batches from ``position`` on; the next one is read while this one is trained on.
+        """Yield batches endlessly from ``position`` on; the next one is read while this one is trained on.
 
-        With ``stop``, all ranks take each of them together. They end when a stop is asked for while any rank waits
-        for remote shards.
+        With ``stop``, all ranks take each batch together, and the batches end if a stop is requested while any rank
+        waits for remote shards.
         """
 
         def read(position: int) -> tuple[StepBatch, float]:
@@ -169,14 +171,16 @@ class Loader:
                 yield replace(batch, counts=counts, wait_seconds=max(0.0, arrived - asked))
 
     def sweep(self, size: int, stop: Stop | None = None) -> Iterator[MicroBatch]:
-        """This rank's share of every sample once, static masks, in the shards' own order, ``size`` at a time.
+        """Yield this rank's share of all samples once, with static masks, in shard order, ``size`` at a time.
 
-        ``stop`` as in :meth:`steps`: a sweep that ends by it is not whole.
+        ``stop`` works as in :meth:`steps`; a stopped sweep is incomplete.
         """
         sizes = self._sizes.tolist()
         picks = np.concatenate([np.stack([np.full(n, s), np.arange(n)], axis=1) for s, n in enumerate(sizes)])
         numbers = np.arange(len(picks))[self.rank :: self.ranks]
-        rounds = -(-len(picks) // (size * self.ranks))  # of all ranks; the last one may have nothing for this one
+        rounds = -(
+            -len(picks) // (size * self.ranks)
+        )  # the same on all ranks; this rank may have nothing in the last round
         parts = [numbers[start : start + size] for start in range(0, rounds * size, size)]
         shards = [np.unique(picks[part, 0]).tolist() for part in parts] + [[]]
 
@@ -194,7 +198,7 @@ class Loader:
 
     @contextmanager
     def _reader(self) -> Iterator[ThreadPoolExecutor]:
-        """A thread that reads. In the end nothing is waited for, or held."""
+        """Open a reading thread. On exit, waits for no shards and releases all."""
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
             try:
                 yield reader
@@ -204,32 +208,32 @@ class Loader:
                     reader.submit(self._rest)
 
     def _arrives(self, pending: Future[Any], stop: Stop | None) -> bool:
-        """Whether what is read will be there; False if all ranks are to stop instead of waiting for it."""
+        """Whether the read will complete; False if all ranks must stop instead of waiting for it."""
         return self.cache is None or stop is None or stop.wait(pending)
 
     def _complete(self, counts: GlobalCounts, stop: Stop | None) -> GlobalCounts:
-        """The counts of all ranks, if :meth:`read` knew only those of this one."""
+        """Sum the counts over all ranks if :meth:`read` knew only this rank's."""
         if self.masks is None or self.masks.keeps_counts or self.ranks == 1:
             return counts
-        assert stop is not None, "ranks whose masks do not keep the counts must meet"
+        assert stop is not None, "ranks whose masks change the counts need a stop to sum them"
         return replace(counts, targets=stop.sum(counts.targets)[0])
 
     def _use(self, now: list[int], following: list[int]) -> None:
-        """See to it that the shards of ``now`` are there, and that those of ``following`` soon will be."""
+        """Make sure that the shards ``now`` are in the cache, and that ``following`` soon will be."""
         if self.cache is not None and (now, following) != self._in_use:
-            self._shard.cache_clear()  # what is open takes room, even when it is removed
+            self._shard.cache_clear()  # an open file takes disk space even after removal
             self._in_use = [], []
             self.cache.want(now, following)
             self._in_use = now, following
 
     def _rest(self) -> None:
-        """Let go of all shards, if they are remote."""
+        """Release all shards if they are remote."""
         self._use([], [])
         if self.cache is not None:
             self.cache.rest()
 
     def _index_rows(self, picks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The index rows of (count, 2) picks: (count, columns)."""
+        """Return the index rows of (count, 2) picks: (count, columns)."""
         rows = np.empty((len(picks), len(Column)), np.int64)
         for shard in np.unique(picks[:, 0]):
             chosen = picks[:, 0] == shard
@@ -240,7 +244,9 @@ class Loader:
         shard = self.manifest.shards[number]
         path, beside = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
         try:
-            index = read_index(beside, shard.index_sha256)  # a shard of another build may well have this size
+            index = read_index(
+                beside, shard.index_sha256
+            )  # the hash detects a shard of another build with the same size
             opened = _Shard(path, index, os.open(path, os.O_RDONLY))
             size = os.fstat(opened.handle).st_size
         except (OSError, ValueError) as error:
@@ -253,12 +259,12 @@ class Loader:
         return opened
 
     def _unreadable(self, path: Path, error: Exception) -> TrainerError:
-        if lacks := shortage(error):  # nothing is wrong with the shard
+        if lacks := shortage(error):  # the shard itself is fine
             return PassingError(f"shard {path} cannot be read ({error}): {lacks}")
         return TrainerError(f"shard {path} cannot be read ({error}): {self._remedy}")
 
     def _samples(self, picks: NDArray[np.int64], index: NDArray[np.int64]) -> list[Sample]:
-        """The samples of (count, 2) picks, whose index rows are (count, columns)."""
+        """Read the samples of (count, 2) picks, whose index rows are (count, columns)."""
         samples = []
         columns = index[:, [Column.OFFSET, Column.BYTES, Column.CRC32]]
         for number, row, offset, size, crc in np.concatenate([picks, columns], axis=1).tolist():
@@ -270,7 +276,7 @@ class Loader:
             if zlib.crc32(payload) != crc:
                 wrong = "is damaged at sample {}: its checksum differs"
                 if len(payload) < size:
-                    wrong = "was cut: it ends before sample {} does"
+                    wrong = "is truncated: it ends before sample {} does"
                 raise TrainerError(f"shard {shard.path} {wrong.format(row)}; {self._remedy}")
             try:
                 samples.append(decode_sample(payload))
@@ -281,28 +287,30 @@ class Loader:
     def _remasked(
         self, samples: list[Sample], picks: NDArray[np.int64], numbers: NDArray[np.int64], masks: DynamicMasks
     ) -> list[Sample]:
-        """The samples under the masks of their epoch: a function of (seed, epoch, sample), not of its position."""
+        """Return the samples with the masks of their epoch: a function of (seed, epoch, sample), not of position."""
         shard, row = picks.T
         first, count = np.cumsum(self._sizes) - self._sizes, self._sizes.sum()
-        keys = numbers // count * count + first[shard] + row  # (B,) no two of them are equal in all epochs
+        keys = numbers // count * count + first[shard] + row  # (B,) unique over all epochs
         masked = remask(samples, keys, masks.vocabulary, masks.masking, masks.seed)
         drawn, static = ([len(sample.positions) for sample in those] for those in (masked, samples))
-        if masks.keeps_counts and drawn != static:  # the global batch's count, taken from the index, would be wrong
+        if masks.keeps_counts and drawn != static:  # the count from the index would be wrong
             raise TrainerError(
-                f"{self.folder}: new masks have other counts than its own: use masks: static, or build the shards again"
+                f"{self.folder}: dynamic masking changed the number of masked tokens; "
+                "set `masks: static` or rebuild the shards"
             )
         return masked
 
     def _collate(self, samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
-        if not samples:  # more parts than samples: a sequence without targets keeps the ranks in step
+        if not samples:  # more parts than samples: a sequence without targets keeps the ranks in sync
             return filler(self.manifest.tokenizer.specials.cls, self.manifest.tokenizer.specials.sep)
         return collate(samples, numbers)
 
 
 def _shards_at(order: Order, position: int, count: int) -> tuple[list[int], list[int]]:
-    """The shards of the windows that ``count`` samples from ``position`` on lie in, and those of the second window.
+    """Return the shards of the windows that contain ``count`` samples from ``position`` on, and the second window's.
 
-    They are the same when a batch goes over a window's border: what follows is fetched a step later.
+    If a batch crosses a window boundary, the first list includes the second, and the next window is fetched one step
+    later.
     """
     now, following = order.window_at(position)
     second, end = order.window_at(following)
@@ -315,7 +323,7 @@ def _shards_at(order: Order, position: int, count: int) -> tuple[list[int], list
 
 
 def collate(samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
-    """One unpadded micro-batch of samples under their masks; ``numbers`` key their dropout."""
+    """Collate masked samples into one unpadded micro-batch; ``numbers`` seed their dropout."""
     lengths = np.array([len(sample.ids) for sample in samples])
     starts = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
     tokens = np.concatenate([sample.ids for sample in samples]).astype(np.int64)  # (T,)
@@ -338,7 +346,7 @@ def collate(samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
 
 
 def filler(cls_id: int, sep_id: int) -> MicroBatch:
-    """A micro-batch of one sequence that has no target: it adds nothing to a loss or a gradient."""
+    """Return a micro-batch of one sequence without targets, which adds nothing to a loss or a gradient."""
     empty = torch.empty(0, dtype=torch.int64)
     return MicroBatch(
         tokens=torch.tensor([cls_id, sep_id, sep_id]),

@@ -1,9 +1,9 @@
-"""The order of samples: a pure function of (seed, epoch), the same for any ranks, workers and cuts.
+"""The order of samples: a pure function of (seed, epoch), the same for any number of ranks and micro-batches.
 
-Two levels, so that neither memory nor a remote cache grows with the data set: the shards of an epoch
-are permuted, then the samples are permuted inside windows of ``window`` consecutive shards. Epochs
-follow one another without a gap, so a step's batch is always the next samples, whole, and an epoch's
-border may lie inside it: no incomplete batch exists, nothing is dropped and nothing is padded.
+It has two levels, so that neither memory nor a remote cache grows with the data set: the shards of an epoch are
+permuted, then the samples are permuted inside windows of ``window`` consecutive shards. Epochs follow one another
+without a gap, so every batch is full and simply takes the next samples, even across an epoch boundary. Nothing is
+dropped and nothing is padded.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from data_prep.draws import permutation
 
-_SHARDS, _WINDOW = 1, 2  # what a permutation is drawn for
+_SHARDS, _WINDOW = 1, 2  # the purposes of random streams
 
 
 @dataclass(frozen=True)
 class Order:
     """The endless sequence of samples over shards of these sizes.
 
-    ``sizes``: samples of each shard; ``window``: shards whose samples are mixed with one another.
+    ``sizes``: samples of each shard; ``window``: number of shards whose samples are shuffled together.
     """
 
     sizes: tuple[int, ...]
@@ -32,11 +32,11 @@ class Order:
 
     @property
     def samples(self) -> int:
-        """Samples of one epoch."""
+        """Number of samples in an epoch."""
         return sum(self.sizes)
 
     def window_at(self, position: int) -> tuple[list[int], int]:
-        """The shards that are mixed with one another at ``position``, and the position of the next window."""
+        """Return the shards of the window at ``position``, and the position of the next window."""
         epoch, inside = divmod(position, self.samples)
         ends = _window_ends(self, epoch)
         index = int(np.searchsorted(ends, inside, side="right"))
@@ -44,7 +44,7 @@ class Order:
         return shards.tolist(), position - inside + int(ends[index])
 
     def take(self, position: int, count: int) -> NDArray[np.int64]:
-        """The samples at ``position … position + count - 1``: (count, 2) rows of (shard, row in it)."""
+        """Return the samples at ``position … position + count - 1``: (count, 2) rows of (shard, row in it)."""
         rows = []
         while count > 0:
             epoch, inside = divmod(position, self.samples)
@@ -76,15 +76,15 @@ def _window(order: Order, epoch: int, index: int) -> NDArray[np.int64]:
 
 
 def largest_window(sizes: tuple[int, ...], window: int) -> int:
-    """The most samples that ``window`` shards of these sizes may hold."""
+    """Return the largest number of samples that ``window`` shards of these sizes can contain."""
     return sum(sorted(sizes, reverse=True)[:window])
 
 
 def deal(lengths: NDArray[np.int64], parts: int) -> list[NDArray[np.int64]]:
-    """Cut a batch into ``parts`` of nearly equal counts and tokens; a pure function of the lengths.
+    """Divide a batch into ``parts`` of nearly equal counts and tokens; a pure function of the lengths.
 
-    The samples are dealt longest first, to and fro (0 1 2 2 1 0 …). Returns the indices of each
-    part; every index once. Counts differ by at most one.
+    The samples are dealt longest first, back and forth (0 1 2 2 1 0 …). Returns the indices of each
+    part; every index appears once. Counts differ by at most one.
     """
     longest_first = np.argsort(-lengths, kind="stable")
     ranks = np.arange(len(lengths))

@@ -1,4 +1,4 @@
-"""The address of a published data set: its files are fetched whole, and proved, from any place that `fsspec` opens.
+"""Fetch the files of a published data set, whole and verified, from any address that `fsspec` opens.
 
 https://host/folder   needs aiohttp
 s3://bucket/folder    needs s3fs; keys and AWS_ENDPOINT_URL_S3 as in `data_prep/publish.py`
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
     from data_prep.servers import Bound
 
 WAITS = (1, 2, 4, 8)  # seconds between two attempts
-POLL = 0.05  # seconds between two looks at a download
-ASKERS = 16  # files whose sizes are asked for at once
-SLOWEST = 20_000  # bytes a second: a download that falls below it has stalled
-LISTED = 1000  # names that a server lists in the time of one stall
+POLL = 0.05  # seconds between two checks of a download
+ASKERS = 16  # concurrent requests for file sizes
+SLOWEST = 20_000  # bytes per second: a slower download has stalled
+LISTED = 1000  # names that a server should list within one stall time
 
 
 def is_remote(place: str) -> bool:
-    """Whether it is an address, not a local folder."""
+    """Whether ``place`` is an address rather than a local folder."""
     return "://" in place
 
 
 class Remote:
-    """The address of a published data set, opened.
+    """An opened address of a published data set.
 
-    ``stall``: seconds in which an attempt must go on, by SLOWEST bytes each. ``redirects``: origins that the server may
-    redirect to, besides its own.
+    ``stall``: seconds after which an attempt fails if it is slower than SLOWEST bytes per second. ``redirects``:
+    origins, besides its own, that the server may redirect to.
     """
 
     def __init__(self, address: str, stall: float, redirects: Sequence[str] = ()) -> None:
         self.address, self.stall = address.rstrip("/"), stall
         self.fs, self.root = _open(self.address, stall, redirects)
-        self.ended = threading.Event()  # when set, nothing is waited for any longer
+        self.ended = threading.Event()  # when set, all waiting stops
 
     def fetch(self, key: str, target: Path, sha256: str | None, limit: int, size: int | None = None) -> None:
-        """The file ``key`` as ``target``, whole and proved; what may pass is tried again after each of WAITS.
+        """Fetch the file ``key`` to ``target``, whole and verified; retry temporary failures after each of WAITS.
 
-        No more than ``limit`` bytes of it are taken. Raises TrainerError with the file's address.
+        Accepts at most ``limit`` bytes. Raises TrainerError with the file's address.
         """
         waits = iter(WAITS)
         while True:
@@ -63,7 +63,7 @@ class Remote:
                 _prove(temporary, sha256, size)
                 temporary.replace(target)
                 return
-            except Exception as error:  # each driver has classes of its own
+            except Exception as error:  # each driver has its own error classes
                 seconds = next(waits, None)
                 if seconds is None or is_hopeless(error) or self.ended.wait(seconds):
                     tried = "" if seconds is not None else f" ({len(WAITS) + 1} attempts)"
@@ -72,9 +72,9 @@ class Remote:
                 temporary.unlink(missing_ok=True)
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int | None]:
-        """Bytes of those files that are there, None where the place does not say; asked for once, not proved.
+        """Return the sizes of the files that exist, None if the server does not say. Neither retried nor verified.
 
-        HTTP has no listings: there it takes a request for each of them. Raises TrainerError with the address.
+        HTTP has no listings, so it takes one request per file. Raises TrainerError with the address.
         """
         from data_prep.servers import ask
 
@@ -85,7 +85,7 @@ class Remote:
             with ThreadPoolExecutor(ASKERS) as pool:
                 found = zip(keys, pool.map(self._ask, keys), strict=True)
                 return {key: size for key, (there, size) in found if there}
-        except Exception as error:  # each driver has classes of its own
+        except Exception as error:  # each driver has its own error classes
             raise TrainerError(f"{self.address}: {_reason(error)}; {_remedy(error)}") from None
 
     def _ask(self, key: str) -> tuple[bool, int | None]:
@@ -93,11 +93,11 @@ class Remote:
 
         try:
             return True, ask(self.fs, self.stall, "info", f"{self.root}/{key}")["size"]
-        except FileNotFoundError as error:  # any answer but a good one; only 404 says that nothing is there
+        except FileNotFoundError as error:  # raised for any error status; only 404 means that the file is absent
             return getattr(error.__cause__, "status", None) != 404, None
 
     def _download(self, key: str, path: Path, limit: int) -> None:
-        """One attempt. No driver's own limits are relied on: what grows too far, or too slowly, is broken off."""
+        """Make one attempt. Aborts a file that grows too large or too slowly, whatever the driver's limits."""
         from data_prep.servers import Bound
 
         bound = Bound(limit)
@@ -109,15 +109,15 @@ class Remote:
             if now - size >= self.stall * SLOWEST:
                 size, since = now, time.monotonic()
             failure: Exception | None = None
-            if length > limit:  # by a driver that does not count
+            if length > limit:  # from a driver that does not report progress
                 failure = bound.refusal()
             elif time.monotonic() - since > self.stall:
                 failure = TimeoutError(f"{now - size:,} bytes in {self.stall:g} s, after {size:,}")
             elif self.ended.is_set():
-                failure = TimeoutError("the run ends")
+                failure = TimeoutError("the run is ending")
             if failure:
-                bound.limit = -1  # ends what cannot be cancelled at its next block
-                task.add_done_callback(lambda _: path.unlink(missing_ok=True))  # it may make the file only now
+                bound.limit = -1  # a task that cannot be cancelled ends at its next block
+                task.add_done_callback(lambda _: path.unlink(missing_ok=True))  # it may create the file only now
                 task.cancel()
                 raise failure
         task.result()
@@ -134,7 +134,7 @@ class Remote:
 
 
 def _lengths(path: Path) -> tuple[int, int]:
-    """A file's bytes, and those on disk, which are fewer where a driver made it as long as it will be."""
+    """Return a file's length and its bytes on disk, which are fewer if a driver allocated its full length first."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -146,14 +146,14 @@ async def _receive(fs: Any, name: str, path: Path, bound: Bound) -> None:
     try:
         await fs._get_file(name, str(path), callback=bound)
     except BaseException:
-        path.unlink(missing_ok=True)  # also when it is cancelled, which is over for everybody else by now
+        path.unlink(missing_ok=True)  # also when cancelled: nobody else waits for it then
         raise
 
 
 def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, str]:
-    """The file system of ``fsspec`` and the root in it."""
+    """Return the ``fsspec`` file system of ``address`` and the root in it."""
     if "::" in address:
-        raise TrainerError(f"{address}: chained addresses are not taken; name one such as s3://bucket/folder")
+        raise TrainerError(f"{address}: chained addresses are not supported; name one like s3://bucket/folder")
     from data_prep.servers import open_fs
 
     try:
@@ -162,11 +162,11 @@ def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, st
         package = getattr(error.__cause__ or error, "name", None) or "the package it names"
         raise TrainerError(f"{address}: its driver is not installed; pip install {package} ({error})") from None
     except ValueError as error:
-        raise TrainerError(f"{address}: no such place ({error}); name one such as s3://bucket/folder") from None
+        raise TrainerError(f"{address}: not a valid address ({error}); name one like s3://bucket/folder") from None
 
 
 def _prove(path: Path, sha256: str | None, size: int | None) -> None:
-    """Raises OSError if it is not the file, and sees to it that it is on disk."""
+    """Flush the file to disk. Raises OSError if its size or sha256 is wrong."""
     found = path.stat().st_size
     if size not in (None, found):
         raise OSError(f"{found} bytes instead of the manifest's {size}")
@@ -178,11 +178,11 @@ def _prove(path: Path, sha256: str | None, size: int | None) -> None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return "there is no such file"
+        return "no such file"
     return shown(error)
 
 
 def _remedy(error: Exception) -> str:
     if getattr(error, "errno", None) == errno.ENOSPC:
-        return "free some of the disk that cache.folder is on, or name another"
-    return "check the address, your rights there and the network, or publish the data set again"
+        return "free space on the disk of cache.folder, or name another folder"
+    return "check the address, your access rights and the network, or publish the data set again"

@@ -1,1 +1,1 @@
-"""Vectors of texts: ``python -m trainer.encode``."""
+"""Encode texts as vectors: ``python -m trainer.encode``."""

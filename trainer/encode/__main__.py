@@ -1,12 +1,12 @@
-"""Contextual vectors of texts, pairs of texts or single tokens, by any BERT: ``python -m trainer.encode``.
+"""Encode texts, pairs of texts or single tokens as contextual vectors with any BERT.
 
     python -m trainer.encode --model bert --out vectors.npy "The bank was closed." "He sat on the bank."
     python -m trainer.encode --model runs/first --out vectors.parquet --input pairs.tsv --pool cls
     python -m trainer.encode --model bert --out tokens.parquet --marked "The [[bank]] was closed." "On the [[bank]]."
 
-A line of the input is a text, or two with a tab between them; with ``--json premise,hypothesis`` it is an object, and
-these are its fields (its ``id`` is kept, too). Rows come in the order of the texts. The model runs unpadded, in fp32.
-"[MASK]" or "[SEP]" written in a text is a few pieces like any other, never the control token.
+Each input line is a text, or two texts separated by a tab. With ``--json premise,hypothesis`` each line is a JSON
+object with these fields, and its ``id`` is kept. Rows are in the order of the texts. The model runs unpadded, in fp32.
+"[MASK]" or "[SEP]" in a text is ordinary text, never the control token.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from trainer.options import OneLineParser, add_kernels, one_line, print_result
 POOLS = ("mean", "max", "cls", "pooler")
 LAYERS = ("last", "mean4", "concat4")
 _FOUR = 4  # layers, as in the feature-based use of Devlin et al. (2019), section 5.3
-_TEXTS, _LETTERS = 4096, 200_000  # of one part: what is in memory at once
-_BATCH = 8192  # tokens of one forward
+_TEXTS, _LETTERS = 4096, 200_000  # limits of one part, which is in memory at once
+_BATCH = 8192  # tokens per forward pass
 _PATIENCE = 5.0  # seconds between two lines of progress
 _MARKED = re.compile(r"\[\[(.+?)\]\]")
 _WRITERS = {".npy": write_npy, ".parquet": write_parquet}
@@ -55,17 +55,17 @@ _WRITERS = {".npy": write_npy, ".parquet": write_parquet}
 
 @dataclass(frozen=True)
 class Pooling:
-    """What becomes of the tokens' outputs."""
+    """How the tokens' outputs are combined."""
 
-    pool: str = "mean"  # one of POOLS: mean and max leave [CLS] and [SEP] out; or "tokens": each one's at ``places``
-    layers: str = "last"  # one of LAYERS: of the last layer, or of the last four the mean, or all side by side
+    pool: str = "mean"  # one of POOLS (mean and max skip [CLS] and [SEP]); or "tokens": each token at ``places``
+    layers: str = "last"  # one of LAYERS: the last layer, or the last four averaged or concatenated
 
 
 # ---- texts to tokens -----------------------------------------------------------------------------------------
 
 
 def read_texts(lines: Iterable[str], place: str, fields: Sequence[str] = ()) -> Iterator[Text]:
-    """One text or pair a line; with ``fields``, of JSON objects. Raises TrainerError for a line that is none."""
+    """Read one text or pair per line; with ``fields``, from JSON objects. Raises TrainerError for an invalid line."""
     for number, line in enumerate(lines, 1):
         where, line = f"{place} {number}", line.removesuffix("\n").removesuffix("\r")
         identity = None
@@ -75,16 +75,18 @@ def read_texts(lines: Iterable[str], place: str, fields: Sequence[str] = ()) -> 
                 texts = [record[field] for field in fields]
                 identity = None if record.get("id") is None else str(record["id"])
             except (ValueError, KeyError, TypeError):
-                raise TrainerError(f"{where}: no JSON object with {' and '.join(fields)}: see --json") from None
+                raise TrainerError(f"{where}: not a JSON object with {' and '.join(fields)}: see --json") from None
         else:
             texts = line.split("\t")
         if len(texts) > 2 or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise TrainerError(f"{where}: no text, an empty one, or more than two: write one, or two and a tab between")
+            raise TrainerError(
+                f"{where}: no text, an empty one, or more than two: write one text, or two separated by a tab"
+            )
         yield Text(where, texts[0], texts[1] if len(texts) > 1 else None, identity)
 
 
 def decoded(lines: Iterable[bytes], place: str) -> Iterator[str]:
-    """Lines of UTF-8, with a byte order mark or without. Raises TrainerError for one that is something else."""
+    """Decode UTF-8 lines, with or without a byte order mark. Raises TrainerError for an invalid line."""
     for number, line in enumerate(lines, 1):
         text = read_utf8(line)
         if text is None:
@@ -93,10 +95,10 @@ def decoded(lines: Iterable[bytes], place: str) -> Iterator[str]:
 
 
 def to_examples(texts: Sequence[Text], tokenizer: Tokenizer, longest: int, marked: bool) -> list[tuple[Example, int]]:
-    """Each text as tokens, and how many of them were cut to fit ``longest``.
+    """Tokenize the texts; return each with the number of tokens that were truncated to fit ``longest``.
 
-    Its ``places`` are all ordinary tokens; ``marked``: those between [[ and ]] alone. Raises TrainerError for a text
-    without one.
+    ``places`` are all ordinary tokens, or with ``marked`` only those between [[ and ]]. Raises TrainerError for a text
+    that has none.
     """
     sides = ([text.first for text in texts], [text.second or "" for text in texts])
     found = [[_unmarked(text) if marked else (text, []) for text in side] for side in sides]
@@ -117,13 +119,15 @@ def to_examples(texts: Sequence[Text], tokenizer: Tokenizer, longest: int, marke
             if not marked or any(low < end and begin < high for begin, end in side[number][1])
         ]
         if not inside:
-            raise TrainerError(f"{text.where}: no token between [[ and ]]" + " that is left" * (kept_a < len(a.ids)))
+            raise TrainerError(
+                f"{text.where}: no token between [[ and ]]" + " after truncation" * (kept_a < len(a.ids))
+            )
         out.append((replace(example, places=tuple(inside)), len(a.ids) + len(b.ids) - kept_a - kept_b))
     return out
 
 
 def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without its marks, and where in it each marked word begins and ends."""
+    """Remove the marks from a text; return it with the start and end of each marked word."""
     clean, spans, end = "", [], 0
     for match in _MARKED.finditer(text):
         clean += text[end : match.start()]
@@ -138,7 +142,7 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
 def encode(
     model: Bert, examples: Sequence[Example], pooling: Pooling, control: tuple[int, ...]
 ) -> list[NDArray[np.float32]]:
-    """The vectors of each example, fp32, in their order: see :class:`Part`. ``control``: the ids of [CLS] and [SEP]."""
+    """Return each example's fp32 vectors, in order (see :class:`Part`). ``control``: the ids of [CLS] and [SEP]."""
     device = model.token_table.device
     out: dict[int, NDArray[np.float32]] = {}
     for chosen in _by_length(examples):
@@ -151,7 +155,7 @@ def encode(
 
 
 def _by_length(examples: Sequence[Example]) -> Iterator[list[int]]:
-    """Numbers of the examples in batches of about as long ones, of at most ``_BATCH`` tokens."""
+    """Group the examples' numbers into batches of similar length, of at most ``_BATCH`` tokens."""
     batch, tokens = list[int](), 0
     for number in sorted(range(len(examples)), key=lambda i: len(examples[i].tokens)):
         length = len(examples[number].tokens)
@@ -166,7 +170,7 @@ def _by_length(examples: Sequence[Example]) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def pooled(model: Bert, batch: Rows, places: Tensor, pooling: Pooling, control: tuple[int, ...]) -> Tensor:
-    """(B, D), or (P, D) of single tokens; four times as wide for "concat4", which goes from the lowest layer up."""
+    """Return vectors (B, D), or (P, D) for single tokens; "concat4" is four times as wide, lowest layer first."""
     layers: list[Tensor] = []
     wanted = [] if pooling.layers == "last" else list(model.layers)[-_FOUR:]
     hooks = [layer.register_forward_hook(lambda layer, inputs, outputs: layers.append(outputs[0])) for layer in wanted]
@@ -192,9 +196,9 @@ def pooled(model: Bert, batch: Rows, places: Tensor, pooling: Pooling, control: 
 def encode_parts(
     texts: Iterable[Text], model: Bert, tokenizer: Tokenizer, pooling: Pooling, marked: bool = False, cut: bool = False
 ) -> Iterator[Part]:
-    """The texts, a bounded part at a time. Raises TrainerError for one that is too long, unless they are ``cut``.
+    """Encode the texts, one bounded part at a time. Raises TrainerError for a text that is too long, unless ``cut``.
 
-    Of those that were cut it tells the number in the end.
+    Reports at the end how many texts were truncated.
     """
     longest, control = model.model.max_positions, (tokenizer.specials.cls, tokenizer.specials.sep)
     start = shortened = 0
@@ -203,19 +207,19 @@ def encode_parts(
         for text, (_, lost) in zip(part, found, strict=True):
             if lost and not cut:
                 raise TrainerError(
-                    f"{text.where}: {lost} tokens more than the {longest} positions of the model hold: shorten the "
-                    "text, or cut what is too long with --cut"
+                    f"{text.where}: {lost} tokens more than the model's {longest} positions: shorten the "
+                    "text, or truncate long texts with --cut"
                 )
             shortened += lost > 0
         examples = [example for example, _ in found]
         yield Part(start, part, examples, encode(model, examples, pooling, control))
         start += len(part)
     if shortened:
-        say_error(f"trainer.encode: {shortened:,} of {start:,} texts were cut to {longest} tokens")
+        say_error(f"trainer.encode: {shortened:,} of {start:,} texts were truncated to {longest} tokens")
 
 
 def _gathered(texts: Iterable[Text], most: int) -> Iterator[list[Text]]:
-    """Parts of a bounded number of texts, and of about ``most`` letters, since tokens are no more."""
+    """Group texts into parts of a bounded size: about ``most`` letters, since a text has no more tokens than that."""
     part, letters = list[Text](), 0
     for text in texts:
         part.append(text)
@@ -231,7 +235,7 @@ def _gathered(texts: Iterable[Text], most: int) -> Iterator[list[Text]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0, or 2 after one line."""
+    """Run the command and return its exit code; an error prints one line."""
     parser = OneLineParser(prog="python -m trainer.encode", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--model",
@@ -240,26 +244,28 @@ def main(arguments: list[str] | None = None) -> int:
         help="a run's folder, a checkpoint, a Hugging Face BERT, or a fine-tuned one",
     )
     parser.add_argument("--out", required=True, type=Path, help="the .npy or .parquet file to write; must not exist")
-    parser.add_argument("--input", help="a file of texts, one a line; - is the standard input")
-    parser.add_argument("--json", default="", metavar="FIELD[,FIELD]", help="lines are objects with these fields")
-    parser.add_argument("--pool", choices=POOLS, help="of the tokens' outputs (mean)")
-    parser.add_argument("--layers", choices=LAYERS, default="last", help="whose outputs (%(default)s)")
+    parser.add_argument("--input", help="a file with one text per line; - is standard input")
+    parser.add_argument(
+        "--json", default="", metavar="FIELD[,FIELD]", help="the lines are JSON objects; read these fields"
+    )
+    parser.add_argument("--pool", choices=POOLS, help="how to combine the tokens' outputs (mean)")
+    parser.add_argument("--layers", choices=LAYERS, default="last", help="which layers' outputs to use (%(default)s)")
     each = parser.add_mutually_exclusive_group()
-    each.add_argument("--tokens", action="store_true", help="a row for each token instead, into .parquet")
-    each.add_argument("--marked", action="store_true", help="a row for each token between [[ and ]], into .parquet")
-    parser.add_argument("--cut", action="store_true", help="cut texts that are too long, instead of refusing them")
+    each.add_argument("--tokens", action="store_true", help="write a row for each token, to .parquet")
+    each.add_argument("--marked", action="store_true", help="write a row for each token between [[ and ]], to .parquet")
+    parser.add_argument("--cut", action="store_true", help="truncate texts that are too long, instead of refusing them")
     add_kernels(parser)
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts, where there is no --input")
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="texts to encode, instead of --input")
     options = parser.parse_args(arguments)
     single = options.tokens or options.marked
     if (options.input is None) != bool(options.texts):
-        parser.error("name either --input or texts")
+        parser.error("name either --input or texts, not both")
     if single and (options.pool or options.out.suffix != ".parquet"):
-        parser.error("--tokens and --marked write rows of single tokens: without --pool, into a .parquet file")
+        parser.error("--tokens and --marked write a row per token: use a .parquet file and no --pool")
     if options.out.suffix not in _WRITERS:
         parser.error(f"--out is {options.out}: must end in .npy or .parquet")
     if options.json.count(",") > 1:
-        parser.error(f"--json is {options.json}: must name one field, or two")
+        parser.error(f"--json is {options.json}: must name one or two fields")
     try:
         with backend.using(options.kernels), _lines(options) as (lines, place):
             _run(options, single, read_texts(lines, place, list(filter(None, options.json.split(",")))))
@@ -275,12 +281,12 @@ def _run(options: argparse.Namespace, single: bool, texts: Iterable[Text]) -> No
     require_new(options.out)
     pooling = Pooling("tokens" if single else options.pool or "mean", options.layers)
     if pooling.layers != "last" and pooling.pool == "pooler":
-        raise TrainerError(f"--layers {pooling.layers}: the pooler reads the last layer alone: use --layers last")
+        raise TrainerError(f"--layers {pooling.layers}: the pooler reads only the last layer: use --layers last")
     model, folder, missing = load_bert(options.model, partial(print, "trainer.encode:", file=sys.stderr))
     tokenizer = load_tokenizer(folder)
     if pooling.layers != "last" and model.model.layers < _FOUR:
         raise TrainerError(
-            f"--layers {pooling.layers}: it takes {_FOUR} layers, and the model has {model.model.layers}: use --layers "
+            f"--layers {pooling.layers}: needs {_FOUR} layers, but the model has {model.model.layers}: use --layers "
             "last"
         )
     if pooling.pool == "pooler" and "pooler" in missing:
@@ -295,7 +301,7 @@ def _run(options: argparse.Namespace, single: bool, texts: Iterable[Text]) -> No
 
 @contextmanager
 def _lines(options: argparse.Namespace) -> Iterator[tuple[Iterable[str], str]]:
-    """The lines that the command was given, parted by line feeds alone, and what one of them is called."""
+    """Open the input lines, separated only by line feeds; also return the name of a line for messages."""
     match options.input:
         case None:
             yield decoded(map(os.fsencode, options.texts), "text"), "text"
@@ -309,9 +315,9 @@ def _lines(options: argparse.Namespace) -> Iterator[tuple[Iterable[str], str]]:
 
 
 def _told(parts: Iterable[Part], first: str) -> Iterator[Part]:
-    """The parts, with ``first`` as a line, then one now and then that says how far they are.
+    """Pass the parts on; print ``first``, then a line of progress now and then.
 
-    Raises TrainerError where there is none.
+    Raises TrainerError if there are no parts.
     """
     began = told = time.monotonic()
     done = 0
@@ -322,9 +328,9 @@ def _told(parts: Iterable[Part], first: str) -> Iterator[Part]:
         done, now = part.start + len(part.texts), time.monotonic()
         if now - told > _PATIENCE:
             told = now
-            say_error(f"trainer.encode: {done:,} texts, {done / (now - began):,.0f} a second")
+            say_error(f"trainer.encode: {done:,} texts, {done / (now - began):,.0f} per second")
     if not done:
-        raise TrainerError("there is no text: name some")
+        raise TrainerError("the input has no texts: name some")
 
 
 if __name__ == "__main__":

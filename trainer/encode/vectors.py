@@ -1,6 +1,6 @@
-"""Vectors of texts on the way to a file: a NumPy array, or a Parquet table that also says what each row is of.
+"""Write vectors of texts to a file: a NumPy array, or a Parquet table that also contains the texts.
 
-Written as they come, a part at a time, so a file may be larger than the memory.
+They are written one part at a time, so the file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the texts, in order, with what was made of them."""
+    """Consecutive texts with their examples and vectors."""
 
-    start: int  # number of the first one
+    start: int  # number of the first text
     texts: list[Text]
     examples: list[Example]
-    vectors: list[NDArray[np.float32]]  # (1, width) each, or (places, width) of single tokens
+    vectors: list[NDArray[np.float32]]  # (1, width) each, or (places, width) for single tokens
 
 
 def write_npy(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] | None = None) -> None:
-    """One fp32 array (texts, width), written as it comes; its header is filled in last."""
+    """Write one fp32 array (texts, width) part by part; its header is completed last."""
     rows, width = 0, 0
     file.write(_npy_header(0, 0))
     for part in parts:
@@ -50,15 +50,15 @@ def write_npy(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] | No
 
 
 def _npy_header(rows: int, width: int) -> bytes:
-    """128 bytes, whatever the numbers: NumPy's format 1.0."""
+    """Return a header in NumPy's format 1.0, always 128 bytes long."""
     text = repr({"descr": "<f4", "fortran_order": False, "shape": (rows, width)})
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
 
 
 def write_parquet(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] | None = None) -> None:
-    """A row a text: its number, its id where it has one, the text or pair, and the vector.
+    """Write one row per text: its number, its id if it has one, the text or pair, and the vector.
 
-    With ``pieces``, the vocabulary, a row a token: also its position, from [CLS] as 0, and its name.
+    With ``pieces`` (the vocabulary), write one row per token, with its position (0 is [CLS]) and its name.
     """
     try:
         import pyarrow as pa
@@ -68,7 +68,7 @@ def write_parquet(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] 
     writer = None
     try:
         for part in parts:
-            rows = [each for each, vectors in enumerate(part.vectors) for _ in vectors]  # of the part, by text
+            rows = [each for each, vectors in enumerate(part.vectors) for _ in vectors]  # in this part, by text
             block = np.concatenate(part.vectors)  # (rows, width)
             columns = {
                 "number": pa.array([part.start + row for row in rows], pa.int64()),
@@ -84,6 +84,6 @@ def write_parquet(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] 
             table = pa.table(columns)
             writer = writer or pq.ParquetWriter(file, table.schema)
             writer.write_table(table)
-    finally:  # while the file is open, else it complains later
+    finally:  # close it while the file is open, or it fails later
         if writer:
             writer.close()

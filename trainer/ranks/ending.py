@@ -1,4 +1,4 @@
-"""How a rank ends: one last line, and an exit code that says why."""
+"""End a rank with one last line and an exit code that says why."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 
 
 def guard(world: World, action: Callable[[], Result]) -> Result:
-    """``action()`` among the other ranks. Ends the process with a line, and the code that tells why, where it fails."""
+    """Run ``action`` and return its result. If it fails, end the process with one line and an exit code."""
     try:
         return action()
-    except TrainerError as error:  # one without a text is another rank's, which says it
+    except TrainerError as error:  # without a text, it came from another rank, which reports it
         said = f"trainer: rank {world.rank}: error: {_text(error)}" if str(error) else ""
         fail(said, exit_code(error))
     except (OSError, MemoryError) as error:
@@ -40,12 +40,12 @@ def guard(world: World, action: Callable[[], Result]) -> Result:
 
 
 def _text(error: Exception) -> str:
-    """Its own lines, which may be a list of problems, unless it tells of a shortage."""
+    """Return the error's lines, which may list several problems; explain a shortage in one line."""
     return explain(error) if exit_code(error) == FAILED else str(error)
 
 
 def fail(message: str, code: int = REFUSED) -> NoReturn:
-    """End this rank with its last line, where it has one to say."""
+    """End this rank, with ``message`` as its last line if it is not empty."""
     if message:
         say_last(message)
     leave(code)

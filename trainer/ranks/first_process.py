@@ -1,7 +1,7 @@
-"""Imported first by the program: as process 1 of a container it must end at a SIGTERM, too, while it starts.
+"""Make SIGTERM work during start-up when this process is number 1 of a container. The program imports this first.
 
-The kernel drops a signal to process 1 that has no handler, and the imports alone take seconds. From
-:class:`~trainer.ranks.stop.Stop` on, a SIGTERM ends the run at a step's border.
+The kernel drops signals to process 1 that have no handler, and the imports alone take seconds. Later, once
+:class:`~trainer.ranks.stop.Stop` exists, a SIGTERM ends the run at a step boundary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainer.exits import STOPPED
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(STOPPED)  # nothing has begun that could be saved
+    os._exit(STOPPED)  # there is nothing to save yet
 
 
 if os.getpid() == 1:

@@ -1,7 +1,7 @@
-"""What ``deepspeed`` reads before it starts ranks elsewhere: a host file, and ``.deepspeed_env``.
+"""Check the files that ``deepspeed`` reads before it starts ranks on other nodes: a host file and ``.deepspeed_env``.
 
-It goes on on one node where the first is missing, and stops at a bad line without its number, or with a traceback; here
-both are refused beforehand, with the line.
+If the host file is missing, ``deepspeed`` runs on one node. At a bad line it stops with a traceback, or
+without the line's number. Here both are refused beforehand, with the line.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from trainer.errors import TrainerError
 
 ENVIRONMENT = ".deepspeed_env"
 LARGEST = 1 << 22  # bytes
-MOST_SLOTS = 4096  # ranks of a node: as many as it has GPUs or, without any, cores
-_HOST = re.compile(r"[A-Za-z0-9][\w.:@-]*", re.ASCII)  # ssh and pdsh take what begins with a hyphen for an option
-FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX")  # prefixes that deepspeed passes on by itself; on GPUs also NCCL
+MOST_SLOTS = 4096  # ranks per node: at most one per GPU or, without GPUs, per core
+_HOST = re.compile(r"[A-Za-z0-9][\w.:@-]*", re.ASCII)  # ssh and pdsh read a leading hyphen as an option
+FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX")  # prefixes that deepspeed passes on unasked; on GPUs also NCCL
 
 
 def read_hosts(path: Path) -> dict[str, int]:
-    """Ranks ("slots") by host. Raises TrainerError that lists every bad line, or says that there is no such file."""
+    """Read the ranks ("slots") of each host. Raises TrainerError listing every bad line, or if the file is missing."""
     hosts: dict[str, int] = {}
     problems = []
     for number, line in enumerate(_read(path).splitlines(), 1):
@@ -33,27 +33,27 @@ def read_hosts(path: Path) -> dict[str, int]:
             problems.append(f"line {number} is {shown(line)}: write it as `node-0 slots=8`")
         elif not _HOST.fullmatch(match[1]):
             problems.append(
-                f"line {number}: {shown(match[1])} is no host's name: it begins with a letter or a digit, and goes on "
-                "with these, dots, hyphens, colons, @ and _"
+                f"line {number}: {shown(match[1])} is not a host name: start with a letter or a digit, then use only "
+                "letters, digits, dots, hyphens, colons, @ and _"
             )
         elif int(match[2]) > MOST_SLOTS:
             problems.append(f"line {number}: {match[1]} has {match[2]} slots: must be {MOST_SLOTS:,} or less")
         elif int(match[2]) == 0:
             problems.append(f"line {number}: {match[1]} has no slots: give it its number of GPUs, or remove the line")
         elif match[1] in hosts:
-            problems.append(f"line {number}: {match[1]} stands there twice: add up its slots in one line")
+            problems.append(f"line {number}: {match[1]} is listed twice: add up its slots in one line")
         else:
             hosts[match[1]] = int(match[2])
     if not hosts and not problems:
-        problems.append("it names no host: write lines such as `node-0 slots=8`")
+        problems.append("it names no host: write lines like `node-0 slots=8`")
     _refuse(path, problems)
     return hosts
 
 
 def read_environment(home: Path, here: Path) -> dict[str, str]:
-    """Variables that ``deepspeed`` gives every rank, of the files at home and here; the latter's hold.
+    """Read the variables that ``deepspeed`` sets on every rank, from the files in ``home`` and ``here``; ``here`` wins.
 
-    Raises TrainerError that lists every bad line of one.
+    Raises TrainerError listing every bad line of a file.
     """
     found: dict[str, str] = {}
     for path in (home / ENVIRONMENT, here / ENVIRONMENT):
@@ -67,11 +67,11 @@ def _variables(path: Path) -> dict[str, str]:
     problems = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         name, equals, value = line.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()):  # deepspeed knows no comments either
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()):  # deepspeed does not accept comments
             problems.append(f"line {number} is {shown(line)}: write NAME=value, and no empty lines or comments")
         elif re.search(r'["$`\\]', value):
             problems.append(
-                f'line {number}: {name} holds one of " $ ` \\, which a shell reads: deepspeed quotes for you'
+                f'line {number}: {name} contains one of " $ ` \\, which a shell reads: remove it, deepspeed adds quotes'
             )
         else:
             found[name.strip()] = value.strip()
@@ -80,7 +80,7 @@ def _variables(path: Path) -> dict[str, str]:
 
 
 def left_behind(settings: Mapping[str, str], given: Mapping[str, str], gpus: bool) -> list[str]:
-    """Names of this shell's settings that ``deepspeed`` gives no other node, or gives another value."""
+    """List this shell's settings that ``deepspeed`` does not pass on to other nodes, or passes with another value."""
     prefixes = (*FORWARDED, "NCCL") if gpus else FORWARDED
     names = [name for name in sorted(settings) if name in given or not name.startswith(prefixes)]
     return [name for name in names if given.get(name) != settings[name]]

@@ -1,6 +1,6 @@
-"""What each launcher says of a process, in torchrun's words: ``deepspeed``, ``torchrun``, ``mpirun``, ``srun``.
+"""Translate each launcher's environment into torchrun's variables: ``deepspeed``, ``torchrun``, ``mpirun``, ``srun``.
 
-Pure functions of an environment; only :mod:`trainer.ranks.world` reads the real one.
+These are pure functions of an environment; only :mod:`trainer.ranks.world` reads the real one.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ MPI = {
 }
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OTHER_MPIS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
+PORTS = range(20_000, 30_000)  # below the ephemeral ports
 
 
 def describe(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK; LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as far as they are known.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT if known.
 
-    Empty for one process that nobody launched. Raises TrainerError when a launcher says half of it, or is not known.
+    Empty for a process without a launcher. Raises TrainerError if a launcher is unknown or sets only some of them.
     """
     if any(name in environ for name in PLACE):
         return _torchrun(environ)
-    if MPI["RANK"] in environ:  # before Slurm's: mpirun starts its own processes through srun
+    if MPI["RANK"] in environ:  # checked before Slurm: mpirun starts its processes through srun
         found = {name: environ[source] for name, source in MPI.items()}
-    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script itself is no step
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script itself is not a step
         found = _slurm(environ)
     else:
         for name in OTHER_MPIS:
             if environ.get(name, "1") != "1":
                 raise TrainerError(
-                    f"{name} is {environ[name]} but the MPI that says so is not known here: use Open MPI's mpirun, "
+                    f"{name} is {environ[name]} but this MPI is not supported: use Open MPI's mpirun, "
                     "srun, torchrun or deepspeed, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR"
                 )
         found = {}
@@ -59,14 +59,14 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def on_one_node(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks are surely on this node. A launcher that does not say how many are here leaves it open."""
+    """Whether all ranks are certainly on this node. False if the launcher does not say how many are here."""
     told = describe(environ)
     address, local = told.get("MASTER_ADDR", environ.get("MASTER_ADDR")), told.get("LOCAL_WORLD_SIZE")
     return address in LOOPBACK or (local is not None and local == told["WORLD_SIZE"])
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """The place of one of ``srun``'s tasks. A step's own variables hide those of the job around it."""
+    """Describe one of ``srun``'s tasks. A step's own variables override those of its job."""
 
     def said(name: str) -> str:
         found = environ.get(f"SLURM_STEP_{name}", environ.get(f"SLURM_{name}", environ.get(f"SLURM_JOB_{name}")))
@@ -83,24 +83,26 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": str(tasks[int(environ.get("SLURM_NODEID", "0"))]),
         "MASTER_ADDR": first_host(said("NODELIST")),
-        "MASTER_PORT": str(PORTS[int(job) % len(PORTS)]),  # jobs that share a node have their own
+        "MASTER_PORT": str(PORTS[int(job) % len(PORTS)]),  # jobs that share a node get different ports
     }
 
 
 def first_host(nodes: str) -> str:
-    """The first name of Slurm's list, which may hold ranges: ``gpu[07-09,12],login1`` begins with gpu07."""
+    """Return the first host of Slurm's list, which may contain ranges: gpu07 for ``gpu[07-09,12],login1``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
-        raise TrainerError(f"Slurm's list of nodes is {nodes!r}, which names none: set MASTER_ADDR")
+        raise TrainerError(f"Slurm's list of nodes is {nodes!r}, which names no host: set MASTER_ADDR")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def each_nodes_tasks(text: str) -> list[int]:
-    """The number of tasks of each node: ``4(x2),3`` says 4, 4, 3."""
+    """Return each node's number of tasks: ``4(x2),3`` means 4, 4, 3."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part, re.ASCII)
         if match is None:
-            raise TrainerError(f"Slurm's number of tasks a node is {text!r}, not like 4(x2),3: start the run with srun")
+            raise TrainerError(
+                f"Slurm's number of tasks per node is {text!r}, not like 4(x2),3: start the run with srun"
+            )
         found += [int(match[1])] * int(match[2] or 1)
     return found

@@ -1,11 +1,11 @@
-"""The ranks' meeting: all come, prove that they are of one run, or the run ends before anything could hang or differ.
+"""The ranks meet before training and check that they belong to one run, so that a mismatch cannot hang or skew it.
 
-Rank 0 holds a store. Each other rank leaves its account there; rank 0 compares all, and leaves a verdict for all. While
-some are missing it says which.
+Rank 0 serves a key-value store. Each other rank writes its account there; rank 0 compares them all and writes a verdict
+for all. While ranks are missing, it reports which.
 
-Whoever reaches the port can write to the store. On one node that is this node alone. What the ranks leave is sealed
-(:mod:`trainer.ranks.seal`). What a stranger wrote is reported and passed over, and the rank whose place it took writes
-again.
+Anyone who reaches the port can write to the store. If all ranks are on one node, only that node can reach it. The
+ranks' entries are sealed (:mod:`trainer.ranks.seal`). A stranger's entry is reported and ignored, and the rank whose
+entry it overwrote writes again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from data_prep.streams import say_error
 from trainer.errors import LostError, TrainerError
 from trainer.ranks.seal import seal, unseal
 
-SAY_SECONDS = 10.0  # between two lines about those who are missing, doubled each time
-LOOK_SECONDS = 0.2  # between two looks
-HEAR_SECONDS = 10.0  # that the verdict is waited for, before a look whether rank 0 is another one by now
-READ_SECONDS = 10.0  # that a refused run's ranks have to read why
-SHOWN = 48  # characters of a value
+SAY_SECONDS = 10.0  # before the first report of missing ranks; doubled each time
+LOOK_SECONDS = 0.2  # between two checks of the store
+HEAR_SECONDS = 10.0  # to wait for the verdict before checking whether rank 0 was restarted
+READ_SECONDS = 10.0  # for the ranks of a refused run to read why
+SHOWN = 48  # characters of a value in a message
 LOOPBACK = "127.0.0.1"
 
 
@@ -38,12 +38,12 @@ class StrangeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Account:
-    """What a rank says of itself."""
+    """A rank's description of itself."""
 
     host: str
     gpu: str  # its unique id; empty on a CPU
     facts: dict[str, str]  # must be the same on all ranks
-    settings: dict[str, str]  # of the environment: should be
+    settings: dict[str, str]  # environment variables, which should be the same
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Meeting:
     size: int
     address: str
     port: int
-    served: bool  # the launcher holds the store itself, as torchrun's agent does
-    one_node: bool = False  # all ranks are here: nobody else needs to reach the store
-    secret: str = ""  # that all ranks were given; empty: none
+    served: bool  # the launcher serves the store, as torchrun's agent does
+    one_node: bool = False  # all ranks are on this node: nobody else needs to reach the store
+    secret: str = ""  # known to all ranks; empty: none
 
     @property
     def place(self) -> str:
@@ -64,56 +64,56 @@ class Meeting:
 
     @property
     def host(self) -> str:
-        """Where rank 0 listens, by the name that this rank finds it under."""
+        """The name under which this rank reaches rank 0."""
         return LOOPBACK if self.one_node and not self.served else self.address
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 found."""
+    """Rank 0's decision."""
 
-    tokens: list[str]  # of the accounts that it compared, by rank
+    tokens: list[str]  # of the compared accounts, by rank
     refusal: str  # why they cannot be one run; empty if they can
 
 
 class Lobby:
-    """The store as one rank sees it; all that it reads and writes is sealed. ``opened``: rank 0's present attempt."""
+    """The store as one rank sees it; everything in it is sealed. ``opened``: the token of rank 0's current attempt."""
 
     def __init__(self, meeting: Meeting, store: dist.Store) -> None:
         self.meeting, self.store, self.opened = meeting, store, ""
 
     def open(self, token: str) -> None:
-        """Rank 0: begin an attempt."""
+        """On rank 0, start an attempt."""
         self.opened = token
         self.store.set("opened", seal(self.meeting.secret, "opened", token))
 
     def enter(self) -> None:
-        """Another rank: wait for rank 0's attempt. Raises StrangeError."""
+        """On another rank, wait for rank 0's attempt. Raises StrangeError."""
         self.opened = self._unsealed("opened", self.store.get("opened"))
 
     def keep_open(self) -> bool:
-        """Rank 0: write again what a stranger overwrote; whether one did."""
+        """On rank 0, restore the entry if a stranger overwrote it; return whether one did."""
         if self.store.get("opened") == seal(self.meeting.secret, "opened", self.opened).encode():
             return False
         self.open(self.opened)
         return True
 
     def put(self, key: str, text: str) -> None:
-        """Leave a text under ``key``."""
+        """Write a text under ``key``."""
         key = f"{self.opened}/{key}"
         self.store.set(key, seal(self.meeting.secret, key, text))
 
     def has(self, keys: list[str]) -> bool:
-        """Whether there is something under all of them."""
+        """Whether all of the keys have an entry."""
         return self.store.check([f"{self.opened}/{key}" for key in keys])
 
     def read(self, key: str) -> str:
-        """What a rank left under ``key``, as soon as there is something. Raises StrangeError."""
+        """Wait for an entry under ``key`` and return it. Raises StrangeError."""
         key = f"{self.opened}/{key}"
         return self._unsealed(key, self.store.get(key))
 
     def wait(self, key: str, seconds: float) -> None:
-        """Raises RuntimeError if nothing comes under ``key``."""
+        """Wait for an entry under ``key``. Raises RuntimeError if none comes in time."""
         self.store.wait([f"{self.opened}/{key}"], timedelta(seconds=seconds))
 
     def _unsealed(self, key: str, found: bytes) -> str:
@@ -123,18 +123,22 @@ class Lobby:
         return text
 
     def stranger(self, key: str) -> StrangeError:
-        """What to say of a ``key`` with a wrong seal."""
-        why = "it does not bear this rank's LAMBERT_SECRET" if self.meeting.secret else "no rank of this run wrote it"
-        return StrangeError(f"{key!r} there is a stranger's: {why}")
+        """Return the error for a ``key`` with a wrong seal."""
+        why = (
+            "it was not sealed with this rank's LAMBERT_SECRET"
+            if self.meeting.secret
+            else "no rank of this run wrote it"
+        )
+        return StrangeError(f"entry {key!r} is a stranger's: {why}")
 
 
 def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.Store, list[str]]:
-    """The store that all ranks share from now on; and, on rank 0, in what they differ but may.
+    """Meet the other ranks. Returns the store that all share from now on and, on rank 0, their harmless differences.
 
-    Raises LostError when some do not come in time, TrainerError when the ranks are not of one run.
+    Raises LostError if some ranks do not come in time, TrainerError if the ranks do not belong to one run.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    token = uuid.uuid4().hex  # tells this process's account from one that an earlier attempt left
+    token = uuid.uuid4().hex  # distinguishes this process's account from one left by an earlier attempt
     told = ""
     while True:
         try:
@@ -150,25 +154,25 @@ def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.S
             if isinstance(error, StrangeError) and str(error) != told:
                 told = str(error)
                 say_error(f"lambert: rank {meeting.rank} at {meeting.place}: {told}; trying again")
-            time.sleep(1)  # rank 0 has just ended, or is about to start: another one will come
+            time.sleep(1)  # rank 0 has just ended or is about to start: wait for the next one
             continue
         if token in verdict.tokens:
             break
         if time.monotonic() > deadline:
-            raise LostError(_cannot(meeting, "another run, or an earlier attempt of this one, holds the place"))
+            raise LostError(_cannot(meeting, "another run, or an earlier attempt of this one, is using it"))
         time.sleep(1)
     if verdict.refusal:
         _await_readers(lobby)
         raise TrainerError(verdict.refusal if meeting.rank == 0 else "")
-    group = seal(meeting.secret, "group", verdict.tokens[0])  # with a secret, nobody else can name its keys
+    group = seal(meeting.secret, "group", verdict.tokens[0])  # with a secret, nobody else can guess its keys
     return dist.PrefixStore(group, lobby.store), warnings
 
 
 def _enter(meeting: Meeting, deadline: float, token: str) -> Lobby:
-    """The store of rank 0's present attempt; torchrun's own outlives an attempt."""
+    """Open the store of rank 0's current attempt; torchrun's own store outlives an attempt."""
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     serve, listener = meeting.rank == 0 and not meeting.served, None
-    if serve and meeting.one_node:  # by itself it would listen on all interfaces
+    if serve and meeting.one_node:  # by default it would listen on all interfaces
         listener = socket.create_server((LOOPBACK, meeting.port)).detach()
     store = dist.TCPStore(
         meeting.host,
@@ -189,7 +193,7 @@ def _enter(meeting: Meeting, deadline: float, token: str) -> Lobby:
 
 
 def _preside(lobby: Lobby, own: tuple[str, Account], deadline: float) -> tuple[Verdict, list[str]]:
-    """Rank 0: wait for all accounts and leave the verdict. Also returns in what they differ but may."""
+    """On rank 0, wait for all accounts and write the verdict. Also returns the harmless differences."""
     accounts = [own, *_await_others(lobby, deadline)]
     told = [account for _, account in accounts]
     verdict = Verdict([token for token, _ in accounts], "; ".join(refusals(told)))
@@ -205,11 +209,11 @@ def _await_others(lobby: Lobby, deadline: float) -> list[tuple[str, Account]]:
         missing = [rank for rank in missing if not lobby.has([f"account/{rank}"])]
         found = [str(lobby.stranger("opened"))] if lobby.keep_open() else []
         if not missing:
-            accounts, missing, more = _read_all(lobby)  # all at once: a rank that came again has another one by now
+            accounts, missing, more = _read_all(lobby)  # all at once: a restarted rank has written a new one by now
             found += more
         for line in found:
             if line not in strangers:
-                say_error(f"lambert: at {meeting.place}: {line}; it is passed over")
+                say_error(f"lambert: at {meeting.place}: {line}; it is ignored")
                 strangers.add(line)
         if not missing:
             return [accounts[rank] for rank in range(1, meeting.size)]
@@ -217,8 +221,8 @@ def _await_others(lobby: Lobby, deadline: float) -> list[tuple[str, Account]]:
         said = f"{numbers(missing)} of {meeting.size}"
         if now > deadline:
             raise LostError(
-                f"after {now - began:.0f} s {said} have not come to {meeting.place}: look for their own lines, check "
-                "that their nodes were started and reach this one, or raise run.timeout_seconds"
+                f"after {now - began:.0f} s {said} have not come to {meeting.place}: look for error lines of "
+                "theirs, check that their nodes were started and reach this one, or raise run.timeout_seconds"
             )
         if now - began > pause:
             pause *= 2
@@ -227,7 +231,7 @@ def _await_others(lobby: Lobby, deadline: float) -> list[tuple[str, Account]]:
 
 
 def _read_all(lobby: Lobby) -> tuple[dict[int, tuple[str, Account]], list[int], list[str]]:
-    """The other ranks' accounts by rank, the ranks that have none, and why."""
+    """Return the other ranks' accounts by rank, the ranks without a valid one, and why."""
     accounts, missing, why = dict[int, tuple[str, Account]](), list[int](), list[str]()
     for rank in range(1, lobby.meeting.size):
         try:
@@ -239,7 +243,7 @@ def _read_all(lobby: Lobby) -> tuple[dict[int, tuple[str, Account]], list[int], 
 
 
 def read_account(text: str) -> tuple[str, Account]:
-    """The token and the account of a rank. Raises StrangeError for anything else."""
+    """Parse the token and the account of a rank. Raises StrangeError for anything else."""
     try:
         token, fields = json.loads(text)
         account = Account(**fields)
@@ -247,7 +251,7 @@ def read_account(text: str) -> tuple[str, Account]:
     except (ValueError, TypeError, AttributeError, RecursionError):
         values = [None]
     if not all(isinstance(value, str) for value in values):
-        raise StrangeError(f"an account that cannot be read there: {_shown(text)}")
+        raise StrangeError(f"an unreadable account: {_shown(text)}")
     return token, account
 
 
@@ -259,13 +263,13 @@ def _hear(lobby: Lobby, deadline: float) -> Verdict:
         if not isinstance(verdict.tokens, list) or not isinstance(verdict.refusal, str):
             raise TypeError
     except (ValueError, TypeError, RecursionError):
-        raise StrangeError(f"a verdict that cannot be read there: {_shown(text)}") from None
+        raise StrangeError(f"an unreadable verdict: {_shown(text)}") from None
     lobby.put(f"read/{lobby.meeting.rank}", "")
     return verdict
 
 
 def _await_readers(lobby: Lobby) -> None:
-    """Rank 0's store ends with it."""
+    """On rank 0, wait until the others have read the verdict: its store ends with this process."""
     deadline, others = time.monotonic() + READ_SECONDS, [f"read/{rank}" for rank in range(1, lobby.meeting.size)]
     while lobby.meeting.rank == 0 and others and not lobby.has(others) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
@@ -274,7 +278,7 @@ def _await_readers(lobby: Lobby) -> None:
 def _cannot(meeting: Meeting, reason: str) -> str:
     return (
         f"rank {meeting.rank} cannot meet the other ranks at {meeting.place} ({' '.join(reason.split())}): check that "
-        f"all {meeting.size} were started and reach that address, and that no other run holds the port"
+        f"all {meeting.size} were started and reach that address, and that no other run uses the port"
     )
 
 
@@ -282,8 +286,8 @@ def _cannot(meeting: Meeting, reason: str) -> str:
 
 
 def refusals(accounts: list[Account]) -> list[str]:
-    """Why ranks with these accounts cannot be one run, by rank; empty where they can."""
-    found = [f"{line}: make that the same everywhere" for line in differences("facts", accounts)]
+    """List why ranks with these accounts, in rank order, cannot form one run; empty if they can."""
+    found = [f"{line}: make it the same on all ranks" for line in differences("facts", accounts)]
     owners: dict[tuple[str, str], list[int]] = {}
     for rank, account in enumerate(accounts):
         owners.setdefault((account.host, account.gpu), []).append(rank)
@@ -300,7 +304,7 @@ def refusals(accounts: list[Account]) -> list[str]:
 
 
 def differences(part: str, accounts: list[Account]) -> list[str]:
-    """A line for each name of ``part`` ("facts" or "settings") that is not the same on all ranks: which has what."""
+    """List each name in ``part`` ("facts" or "settings") whose value differs between ranks, and who has which."""
     told: list[dict[str, str]] = [getattr(account, part) for account in accounts]
     lines = []
     for name in sorted({name for each in told for name in each}):
@@ -315,7 +319,7 @@ def differences(part: str, accounts: list[Account]) -> list[str]:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """``ranks 0 to 3, 7 and 9`` of some numbers in order."""
+    """Format sorted rank numbers: ``ranks 0 to 3, 7, 9``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""A seal on what the ranks leave for one another: proof that a process which knows their secret wrote it, for this key.
+"""Seal the ranks' entries in the store: proof that a process with their secret wrote this entry for this key.
 
-Without a secret it proves only that a program of ours wrote it; anybody can read how.
+Without a secret, a seal proves only that the writer knows this format, which is public.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ LENGTH = 64  # characters of a seal
 
 
 def seal(secret: str, key: str, text: str) -> str:
-    """``text`` behind its seal, to be left under ``key``."""
+    """Prefix ``text`` with its seal for ``key``."""
     return _mark(secret, key, text) + text
 
 
 def unseal(secret: str, key: str, found: bytes) -> str | None:
-    """The text that was sealed for ``key``; None if it is too long, or no such seal is on it."""
+    """Return the text that was sealed for ``key``; None if it is too long or the seal is wrong."""
     if len(found) > LARGEST:
         return None
     try:

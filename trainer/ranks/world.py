@@ -1,4 +1,4 @@
-"""Ranks: who this process is among the others. The only reader of the launcher's environment."""
+"""This process's place among the ranks, and how they talk. The only reader of the launcher's environment."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from trainer.ranks.launchers import MPI, describe, on_one_node
 from trainer.ranks.meeting import Account, Meeting, meet
 
 Result = TypeVar("Result")
-LONGEST = 30 * 24 * 3600  # seconds that ranks may wait for one another: more is a slip, and overflows clocks
-SECRET = "LAMBERT_SECRET"  # of the environment: seals what the ranks tell one another as they meet
-PORT = "29500"  # torchrun's own, where a launcher names none
-SHARE_SECONDS = 30.0  # that a network's file system may take to show a new file elsewhere
+LONGEST = 30 * 24 * 3600  # limit for timeouts, in seconds: more is a typo, and overflows clocks
+SECRET = "LAMBERT_SECRET"  # environment variable: seals what the ranks exchange when they meet
+PORT = "29500"  # torchrun's default, used if the launcher names none
+SHARE_SECONDS = 30.0  # for a network file system to show a new file on another node
 
-# those of what runs under PyTorch, and what decides the numbers; not what a launcher gives each rank for itself
+# variables of the libraries under PyTorch and those that affect results; not what a launcher sets for each rank
 SETTINGS = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "OFI_", "TORCH_NCCL_", "CUDA_LAUNCH_", "CUDA_DEVICE_MAX_", "CUBLAS_", "OMP_"),
     *("MKL_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TRITON_INTERPRET", "PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD"),
@@ -62,14 +62,14 @@ class World:
 
 
 def read_world(environ: Mapping[str, str], device: str) -> World:
-    """The world as a launcher describes it (:mod:`trainer.ranks.launchers`), or one lone process.
+    """Read the world as a launcher describes it (:mod:`trainer.ranks.launchers`), or a single process.
 
-    ``device`` is "cpu", "cuda", or "auto" (CUDA where there is one). Raises TrainerError when the
-    environment contradicts itself, or when a GPU is asked for and absent.
+    ``device`` is "cpu", "cuda", or "auto" (CUDA if there is a GPU). Raises TrainerError if the environment
+    contradicts itself, or if a GPU is required but absent.
     """
     found = describe(environ)
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    defaults["LOCAL_WORLD_SIZE"] = found.get("WORLD_SIZE", "1")  # a launcher that does not say starts one node
+    defaults["LOCAL_WORLD_SIZE"] = found.get("WORLD_SIZE", "1")  # if the launcher does not say, assume one node
     values = {name: found.get(name, default) for name, default in defaults.items()}
     values["MASTER_PORT"] = found.get("MASTER_PORT", PORT)
     for name, value in values.items():
@@ -96,30 +96,33 @@ def _device(name: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise TrainerError(
-            f"run.device is cuda but PyTorch sees no GPU ({_cuda_versions()}): mend that, or set run.device to cpu"
+            f"run.device is cuda but PyTorch sees no GPU ({_cuda_versions()}): fix that, or set run.device to cpu"
         )
     return torch.device("cuda", gpu_of(local_rank, torch.cuda.device_count()))
 
 
 def gpu_of(local_rank: int, visible: int) -> int:
-    """The number of a rank's GPU among those that it sees. Pure.
+    """Return the index of a rank's GPU among the visible ones. Pure.
 
-    A rank may see all GPUs of its node, or, under ``srun --gpus-per-task``, its own alone, which are numbered from 0;
-    it cannot tell which. If two ranks end on one GPU, their meeting refuses them by its unique id.
+    A rank may see all GPUs of its node or, under ``srun --gpus-per-task``, only its own, which are numbered from 0. It
+    cannot distinguish the two cases. If two ranks end up on one GPU, the meeting refuses them by its unique id.
     """
     return local_rank % visible
 
 
 def place_for_deepspeed(environ: Mapping[str, str], device: torch.device) -> dict[str, str]:
-    """What DeepSpeed must find in the environment so as to use ``device``: it takes a local rank for a GPU's number."""
+    """Return the environment that makes DeepSpeed use ``device``: it takes the local rank as the GPU's index."""
     if device.type != "cuda":
         return {}
-    names = ("LOCAL_RANK", *(name for name in (MPI["LOCAL_RANK"],) if name in environ))  # it asserts that they agree
+    names = (
+        "LOCAL_RANK",
+        *(name for name in (MPI["LOCAL_RANK"],) if name in environ),
+    )  # DeepSpeed asserts that they agree
     return dict.fromkeys(names, str(device.index))
 
 
 def _cuda_versions() -> str:
-    """Of PyTorch and of the driver: the one must not be newer than the other can run."""
+    """Describe the CUDA versions of PyTorch and the driver: the driver must be new enough."""
     try:
         said = re.search(r"\d+\.\d[\d.]*", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -129,7 +132,7 @@ def _cuda_versions() -> str:
 
 
 def from_launcher(device: str) -> World:
-    """The world of this process; see :func:`read_world`. Its environment says it in torchrun's words from now on."""
+    """Return this process's world (:func:`read_world`) and set torchrun's variables in its environment."""
     found = describe(os.environ)
     if found.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" not in found:
         found |= _meeting_place_by_mpi()
@@ -139,9 +142,9 @@ def from_launcher(device: str) -> World:
 
 
 def _meeting_place_by_mpi() -> dict[str, str]:
-    """A free port of rank 0 by its host's name, and a secret, told through MPI.
+    """Broadcast rank 0's host name, a free port of it and a secret through MPI.
 
-    MPI ends with it: its ranks leave as others do.
+    MPI is finalized afterwards, so that its ranks exit like any others.
     """
     try:
         from mpi4py import MPI
@@ -154,45 +157,45 @@ def _meeting_place_by_mpi() -> dict[str, str]:
 
 
 def speaks_first() -> bool:
-    """True on the process of each node that reports what all of them find before they met."""
+    """True on the one process per node that reports errors found before the ranks meet."""
     with suppress(TrainerError):
         return describe(os.environ).get("LOCAL_RANK", "0") == "0"
     return True
 
 
 def settings() -> dict[str, str]:
-    """What the environment sets that all ranks should have alike."""
+    """Return the environment variables that should be the same on all ranks."""
     return {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
 
 
 def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None) -> list[str]:
-    """Make the process group (NCCL on GPUs, gloo on CPUs) and fix what exact repetition needs fixed.
+    """Create the process group (NCCL on GPUs, gloo on CPUs) and make PyTorch deterministic.
 
-    All ranks must come with the same ``facts``. Returns what they may differ in, but should not; on rank 0. Raises
-    LostError where some do not come in time, TrainerError on all ranks where they differ.
+    All ranks must have the same ``facts``. On rank 0, returns the settings that differ but should not. Raises LostError
+    if some ranks do not come in time, and TrainerError on all ranks if their facts differ.
     """
     told = settings()  # before this adds its own
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # a GPU that is there but not wanted misleads DeepSpeed
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else DeepSpeed picks a GPU even for a CPU run
     if world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first cuBLAS call
-        # NCCL's blocks go first: behind matrix products that fill the device, those of two ranks meet late, and spin
+        # schedule NCCL's blocks first: queued behind large matrix products, two ranks' blocks start apart and spin
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         torch.cuda.set_device(world.device)
         torch.use_deterministic_algorithms(True)
-        torch.set_float32_matmul_precision("highest")  # NVIDIA's images make fp32 TF32 by an environment variable
-        # a debugging aid, not free
+        torch.set_float32_matmul_precision("highest")  # NVIDIA's images set TF32 for fp32 by an environment variable
+        # a debugging aid that costs time
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if world.size > world.local_size and "NCCL_DEBUG" not in os.environ:
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": _nccl_log()}
     elif "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it, deepspeed's launcher does not
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
-    if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one
+    if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one process
         alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port("127.0.0.1"))}
         os.environ.update(alone | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})  # DeepSpeed reads them
     os.environ.update(place_for_deepspeed(os.environ, world.device))
     one_node = on_one_node(os.environ)
     if one_node and any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside needs to reach gloo's ports either
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this node needs to reach gloo's ports
     gpu, model = _gpu(world.device)
     place, port = os.environ["MASTER_ADDR"], int(os.environ.setdefault("MASTER_PORT", PORT))
     store, warnings = meet(
@@ -210,17 +213,17 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
         )
     except (RuntimeError, ValueError) as error:
         raise LostError(
-            f"rank {world.rank} cannot speak with the others ({str(error).splitlines()[0]}): they have met, so the "
-            "network lets some ports through alone, or NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the wrong one"
+            f"rank {world.rank} cannot connect to the others ({str(error).splitlines()[0]}): they have met, so "
+            "the network blocks some ports, or NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the wrong interface"
         ) from None
     return warnings
 
 
 def together(action: Callable[[], Result], world: World) -> Result:
-    """``action()`` of this rank, if it went well on all of them; every rank calls it.
+    """Run ``action`` on every rank and return this rank's result if all succeeded; every rank calls this.
 
-    What fails on one rank must not leave the others waiting in the next collective. Raises TrainerError on every rank
-    if any refuses, else PassingError: with the reason on the first one that failed, without a text on the others.
+    A failure on one rank must not leave the others waiting in the next collective. Raises TrainerError on every rank if
+    any refuses, else PassingError: with the reason on the first rank that failed, without a text on the others.
     """
     failure, lacks, result = "", False, None
     try:
@@ -239,14 +242,14 @@ def together(action: Callable[[], Result], world: World) -> Result:
 
 
 def nccl_reason(error: RuntimeError) -> str:
-    """What NCCL itself adds to an error of its: its last words there, and the last warning in its log; or nothing."""
+    """Return what NCCL adds to one of its errors: its "Last error" and the last warning in its log, if any."""
     _, found, last = str(error).partition("Last error:")
     warned = [line for line in nccl_said().splitlines() if " NCCL WARN " in line]
     return "".join(f"; {' '.join(words.split())}" for words in ([last] if found else []) + warned[-1:])
 
 
 def nccl_said() -> str:
-    """What NCCL has told this rank about its network so far; empty on one node, on CPUs, or where a user reads it."""
+    """Return NCCL's log on this rank; empty on one node, on CPUs, or if the user set NCCL_DEBUG."""
     with suppress(OSError):
         return Path(_nccl_log()).read_text(encoding="utf-8", errors="replace")
     return ""
@@ -257,13 +260,13 @@ def _nccl_log() -> str:
 
 
 def limit_waits(seconds: int) -> None:
-    """Collectives of all groups there are end after so long. DeepSpeed makes its own with a default of half an hour."""
+    """Set the timeout of all existing process groups. DeepSpeed creates its own with a default of half an hour."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def require_shared(folder: Path, world: World) -> None:
-    """Every rank calls it, with a folder that rank 0 has made. Raises TrainerError where a node has its own instead."""
+    """Check that all nodes see rank 0's ``folder``. Every rank calls it. Raises TrainerError if one does not."""
     if world.local_size == world.size:
         return
     mark = folder / f".met-{broadcast_text(uuid.uuid4().hex[:8] if world.is_main else '', world)}"
@@ -287,7 +290,7 @@ def _require_seen(mark: Path) -> None:
 
 
 def broadcast_text(text: str, world: World) -> str:
-    """Rank 0's ``text`` on every rank."""
+    """Return rank 0's ``text`` on every rank."""
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(world.device)
     size = torch.tensor(data.numel(), device=world.device)
     dist.broadcast(size, 0)
@@ -298,7 +301,7 @@ def broadcast_text(text: str, world: World) -> str:
 
 
 def gather_texts(text: str, world: World) -> list[str]:
-    """Every rank's ``text``, on every rank, in the order of ranks."""
+    """Return every rank's ``text``, on every rank, in rank order."""
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(world.device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
     dist.all_gather(sizes, torch.tensor([data.numel()], device=world.device))
@@ -308,13 +311,13 @@ def gather_texts(text: str, world: World) -> list[str]:
 
 
 def lost_contact(error: RuntimeError) -> bool:
-    """Whether a collective failed since another rank is gone, whose own line says why."""
+    """Whether a collective failed because another rank is gone. That rank's own line says why."""
     signs = ("gloo", "Connection", "NCCL", "Broken pipe", "Timed out", "Socket")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
 def operation(error: BaseException) -> str:
-    """What a rank was doing as the error arose: ``all_reduce in trainer/ranks/stop.py, sum``."""
+    """Describe where an error arose: ``all_reduce in trainer/stop.py, sum``."""
     frames = traceback.extract_tb(error.__traceback__)
     collectives = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
     ours = [frame for frame in frames if Path(__file__).parents[1] in Path(frame.filename).parents]
@@ -323,26 +326,26 @@ def operation(error: BaseException) -> str:
 
 
 def say_last(message: str) -> None:
-    """A rank's last line: to stderr, and into the file that a supervisor asked for (``LAMBERT_LAST_WORDS``)."""
+    """Write a rank's last line to stderr, and to the file that a supervisor requested (``LAMBERT_LAST_WORDS``)."""
     say_error(message)
     if path := os.environ.get("LAMBERT_LAST_WORDS"):
-        with suppress(OSError):  # it is on stderr
+        with suppress(OSError):  # it is on stderr anyway
             Path(path).write_text(message + "\n", encoding="utf-8")
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with ``code``, a good one after all ranks arrived, without the interpreter's teardown.
+    """End this process with ``code``, without the interpreter's teardown. Code 0 waits for all ranks first.
 
-    A gloo thread that outlives the interpreter turned about one good run in ten into a crash.
+    During a teardown, a gloo thread that outlived the interpreter turned about one good run in ten into a crash.
     """
-    if code == 0 and dist.is_initialized():  # a rank that failed alone would wait for the others here
+    if code == 0 and dist.is_initialized():  # only then: a failed rank would wait here for the others
         dist.barrier()
         dist.destroy_process_group()
     end_process(code)
 
 
 def _gpu(device: torch.device) -> tuple[str, str]:
-    """Its unique id and its model; empty for a CPU."""
+    """Return a GPU's unique id and model; empty for a CPU."""
     if device.type != "cuda":
         return "", ""
     found = torch.cuda.get_device_properties(device)
@@ -350,7 +353,7 @@ def _gpu(device: torch.device) -> tuple[str, str]:
 
 
 def _agent_serves() -> bool:
-    """Whether torchrun's agent holds the store at MASTER_PORT, as it says to PyTorch."""
+    """Whether torchrun's agent already serves the store at MASTER_PORT."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -1,7 +1,7 @@
-"""The run's one configuration: a YAML file read strictly into frozen dataclasses.
+"""The run's configuration: one YAML file, read strictly into frozen dataclasses.
 
-Each section is a dataclass next to the code that it configures; here they are composed, read,
-overridden and checked. All problems of a file are reported together, each with its remedy.
+Each section is a dataclass next to the code that it configures. This file composes, reads, overrides and checks
+them. All problems of a file are reported together, each with what to change.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from trainer.ranks.world import LONGEST
 from trainer.run.evaluation import EvaluationConfig
 from trainer.strict_yaml import LARGEST, parse_yaml
 
-LONGEST_TEXT = 4096  # characters; Linux takes no longer path
-MOST_ITEMS = 1000  # of a list
-_WRONG = object()  # in place of a value that cannot be
+LONGEST_TEXT = 4096  # characters; the longest path that Linux accepts
+MOST_ITEMS = 1000  # in a list
+_WRONG = object()  # stands for a value that cannot be used
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -44,27 +44,27 @@ class RunConfig:
 
     name: str  # names the run in metrics, reports and dashboards
     folder: str  # checkpoints, metrics and the resolved configuration go here
-    seed: int = 1  # of the initial weights, the order of samples and dropout
+    seed: int = 1  # for the initial weights, the order of samples and dropout
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs if there are any, else CPUs
-    # auto: go on from the newest checkpoint in the folder, if any; never: refuse a folder that has one
+    # auto: continue from the newest checkpoint in the folder, if any; never: refuse a folder that has one
     resume: Literal["auto", "never", "required"] = "auto"
-    # what a fresh start begins with: a .safetensors file of trainer.weights, another run's folder or checkpoint,
-    # or a Hugging Face BERT's folder; null: random weights of the seed
+    # weights for a fresh start: a .safetensors file written by trainer.weights, another run's folder or checkpoint,
+    # or a Hugging Face BERT's folder; null: random weights from the seed
     weights: str | None = None
-    # how many there must be; null: as many as were started: without its host file, deepspeed starts one node's alone
+    # required number of ranks, or null for any; it catches a missing host file, with which deepspeed uses one node only
     ranks: int | None = None
-    timeout_seconds: int = 600  # of a collective, and of the ranks' meeting; past it the run stops
-    shuffle_window: int = 8  # shards whose samples are mixed with one another
+    timeout_seconds: int = 600  # for a collective, and for all ranks to start; then the run stops
+    shuffle_window: int = 8  # number of shards whose samples are shuffled together
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """List invalid values, each with what to change."""
         found = []
         if not self.folder:
             found.append("folder is empty: name one for this run")
         if self.weights == "":
             found.append("weights is empty: name a file or a folder, or set it to null")
         if not 0 <= self.seed < 2**63:
-            found.append(f"seed is {shown(self.seed)}: must lie between 0 and 2^63 - 1")
+            found.append(f"seed is {shown(self.seed)}: must be between 0 and 2^63 - 1")
         found += outside(self, ranks=(1, 2**20), timeout_seconds=(1, inf), shuffle_window=(1, 2**20))
         if self.timeout_seconds > LONGEST:
             said = shown(self.timeout_seconds)
@@ -74,7 +74,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """The configuration of a whole run."""
 
     run: RunConfig
     model: ModelConfig
@@ -87,14 +87,14 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def problems(self) -> list[str]:
-        """Contradictions between sections."""
+        """List contradictions between sections, each with what to change."""
         found = []
         if not self.phases:
             found.append("phases is empty: a run needs at least one")
         if self.metrics.port is not None and self.metrics.linger_seconds >= self.run.timeout_seconds:
             found.append(
                 f"metrics.linger_seconds is {self.metrics.linger_seconds} but run.timeout_seconds is "
-                f"{self.run.timeout_seconds}: ranks wait for it at the end: lower the one or raise the other"
+                f"{self.run.timeout_seconds}: ranks wait that long at the end: lower the first or raise the second"
             )
         if all(phase.heldout is None for phase in self.phases):
             asked = {"stop_at": self.evaluation.stop_at.named, "every_steps": self.evaluation.every_steps is not None}
@@ -111,16 +111,16 @@ class Config:
             if phase.sequence_length > self.model.max_positions:
                 found.append(
                     f"phases.{index}.sequence_length is {phase.sequence_length} but model.max_positions is "
-                    f"{self.model.max_positions}: raise the one or lower the other"
+                    f"{self.model.max_positions}: raise max_positions or shorten the sequences"
                 )
         return found
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read ``path`` and apply ``overrides`` ("section.key=value", list items by number).
+    """Read ``path`` and apply ``overrides`` ("section.key=value"; list items are numbered).
 
     Raises TrainerError that lists every problem: unknown keys (with the nearest known one), missing
-    keys, wrong types, values that cannot be and contradictions between sections.
+    keys, wrong types, invalid values and contradictions between sections.
     """
     try:
         tree = parse_yaml(read_text(Path(path), LARGEST))
@@ -132,7 +132,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise TrainerError(f"cannot read {path} as YAML: {error}") from None
     problems: list[str] = []
     if not isinstance(tree, dict):
-        raise TrainerError(f"{path} holds no mapping: a configuration starts with sections such as `run:`")
+        raise TrainerError(f"{path} is not a mapping: start it with sections, for example `run:`")
     for override in overrides:
         _override(tree, override, problems)
     config = _build(Config, tree, "", problems)
@@ -143,13 +143,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as plain data, every default stated; ``load`` reads it back."""
+    """Return the configuration as plain data with every default stated; ``load`` reads it back."""
     tree = json.loads(json.dumps(dataclasses.asdict(config)))
     return {str(key): value for key, value in tree.items()}
 
 
 def fingerprint(tree: Any) -> str:
-    """A short hash of plain data, the same for the same content."""
+    """Return a short hash of plain data."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -174,21 +174,21 @@ def _override(tree: Any, override: str, problems: list[str]) -> None:
                 at = at.setdefault(part, {})
         at[_place(last) if isinstance(at, list) else last] = value
     except (LookupError, ValueError, TypeError, AttributeError):
-        problems.append(f"--set {path}: no such place in this configuration; list items go by number, from 0")
+        problems.append(f"--set {path}: no such key in this configuration; list items are numbered from 0")
 
 
 def _place(text: str) -> int:
-    """An item's number in a list. Raises ValueError for anything else, -1 included."""
+    """Parse a list item's number. Raises ValueError for anything else, including -1."""
     if not text.isdigit():
         raise ValueError(text)
     return int(text)
 
 
 def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
-    """An instance of dataclass ``cls`` from a mapping; what is wrong goes to ``problems``.
+    """Build an instance of dataclass ``cls`` from a mapping; add what is wrong to ``problems``.
 
-    A wrong value has its default in it, so that the others can be looked at, and ``_WRONG`` stands for all of it where
-    it has none.
+    A wrong value is replaced by its default so that the rest can still be checked. If a wrong value has no default,
+    returns ``_WRONG``.
     """
     if not isinstance(tree, dict):
         problems.append(f"{where or 'the file'}: expected a mapping of keys, found {_seen(tree)}")
@@ -198,7 +198,7 @@ def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
     for key in tree:
         if key not in fields:
             near = difflib.get_close_matches(key[:200], list(fields), 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(fields)}"
             problems.append(f"{_join(where, key if key.isidentifier() else shown(key))}: unknown key; {hint}")
     values, wrong = dict[str, Any](), set[str]()
     for name, spec in fields.items():
@@ -219,7 +219,7 @@ def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
 
 
 def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
-    """``value`` as ``kind``: a dataclass, a tuple of them, a Literal, an optional or a plain scalar."""
+    """Convert ``value`` to ``kind``: a dataclass, a tuple of them, a Literal, an optional or a plain scalar."""
     origin, arguments = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, where, problems)
@@ -238,7 +238,7 @@ def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         kind = next(a for a in arguments if a is not type(None))
         return _value(kind, value, where, problems)
     if origin is Literal:
-        if not any(value == a and type(value) is type(a) for a in arguments):  # True == 1, but is no stage
+        if not any(value == a and type(value) is type(a) for a in arguments):  # True == 1, but is not a ZeRO stage
             choices = ", ".join(str(a) for a in arguments)
             problems.append(f"{where}: {shown(value)} is not one of {choices}")
             return _WRONG
@@ -248,7 +248,7 @@ def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
 
 def _scalar(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     if kind is float:
-        # YAML 1.1 reads 1e-4 as text: what any user means by it is a number
+        # YAML 1.1 reads 1e-4 as text, but users mean a number
         if isinstance(value, (int, float, str)) and not isinstance(value, bool):
             try:
                 number = float(value)

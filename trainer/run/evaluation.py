@@ -1,8 +1,9 @@
-"""Held-out losses and accuracies of a model, and whether it has learned from context.
+"""Compute held-out metrics: losses and accuracies, and whether a model has learned from context.
 
-Beside the loss on all targets stands the loss on the positions that [MASK] replaced, where only context can tell the
-word. Two baselines go with it: the entropy of those targets under the training data's unigram distribution, and the
-same model's loss when the other tokens of each sequence are shuffled.
+Training runs call :func:`evaluate`; the command :mod:`trainer.evaluate` calls :func:`evaluate_context`, which adds
+baselines. The loss is taken over all targets, and separately over the positions that [MASK] replaced, where only
+context can reveal the word. The latter has two baselines: the entropy of those targets under the training data's
+unigram distribution, and the same model's loss when the other tokens of each sequence are shuffled.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from trainer.errors import TrainerError
 from trainer.model.batch import IGNORED, MicroBatch
 from trainer.model.bert import Bert, log_unigrams, nsp_classes
 
-_SHUFFLE = 3  # what a permutation is drawn for; see trainer/data/order.py
+_SHUFFLE = 3  # the purpose of this random stream; see trainer/data/order.py
 Change = Callable[[MicroBatch], MicroBatch]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Held-out figures that end the run as soon as one evaluation has all that are named.
+    """Held-out metrics that end the run as soon as one evaluation reaches all that are set.
 
-    Losses no higher, accuracies no lower; ``mask_…``: on the positions that [MASK] replaced alone.
+    A loss must be at most the target, an accuracy at least. ``mask_…``: only on the positions that [MASK] replaced.
     """
 
     mlm_loss: float | None = None  # nats, over all targets
-    mlm_accuracy: float | None = None  # MLPerf's mark is 0.72
-    mask_loss: float | None = None  # nats, where [MASK] stands
-    mask_accuracy: float | None = None  # share right where [MASK] stands
-    nsp_loss: float | None = None  # nats, of the pairs
-    nsp_accuracy: float | None = None  # share of the pairs that is right
+    mlm_accuracy: float | None = None  # share over all targets; MLPerf's target is 0.72
+    mask_loss: float | None = None  # nats, only where [MASK] replaced the word
+    mask_accuracy: float | None = None  # share only where [MASK] replaced the word
+    nsp_loss: float | None = None  # nats, over the pairs
+    nsp_accuracy: float | None = None  # share of pairs classified correctly
 
     @property
     def named(self) -> dict[str, float]:
-        """Those that are asked for."""
+        """Return the targets that are set."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def problems(self) -> list[str]:
@@ -58,18 +59,18 @@ class Target:
         ] + outside(self, mlm_loss=(-math.inf, 100), mask_loss=(-math.inf, 100), nsp_loss=(-math.inf, 100))
 
     def reached(self, figures: dict[str, float]) -> str:
-        """Which of the figures have reached it, for people; empty where one has not, or nothing is asked for."""
+        """Describe the targets as reached; empty if any is not reached, or none is set."""
         for name, value in self.named.items():
             found = figures.get(name, float("nan"))
             if not (found >= value if name.endswith("accuracy") else found <= value):
                 return ""
-        return ", ".join(f"{name} {figures[name]:.4g} ({value:g} was asked for)" for name, value in self.named.items())
+        return ", ".join(f"{name} {figures[name]:.4g} (target {value:g})" for name, value in self.named.items())
 
     def require(self, paired: bool) -> None:
-        """Raises TrainerError where data without pairs are to reach a figure of pairs."""
+        """Raises TrainerError if an NSP target is set but the held-out data has no pairs."""
         if not paired and (names := [name for name in self.named if name.startswith("nsp_")]):
             raise TrainerError(
-                f"evaluation.stop_at.{names[0]} is set, but no held-out shards of the run have pairs: remove it"
+                f"evaluation.stop_at.{names[0]} is set, but none of the run's held-out shards has pairs: remove it"
             )
 
 
@@ -78,7 +79,7 @@ class EvaluationConfig:
     """When a run evaluates on its phases' held-out shards, and what ends it."""
 
     every_steps: int | None = None  # null: only when a phase ends
-    micro_batch: int = 64  # sequences of one forward on one rank
+    micro_batch: int = 64  # sequences per forward pass on one rank
     stop_at: Target = field(default_factory=Target)  # the run ends when it is reached: {mlm_accuracy: 0.72}
 
     def problems(self) -> list[str]:
@@ -99,9 +100,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean losses (nats) and accuracies over all ranks' ``batches``, each sample counted once.
 
-    With ``mask_id`` also those of the targets where it stands alone, from the same forward. Where no batch has
-    pairs, there is no figure of the second task. Inside a process group every rank calls it, with its own
-    share; ``in_step``: a forward is a collective of all ranks, as under ZeRO 3. Dropout is off.
+    With ``mask_id``, also returns the metrics of the targets that this token replaced, from the same forward pass. If
+    no batch has pairs, there are no NSP metrics. Inside a process group every rank calls it with its own share.
+    ``in_step``: a forward pass is a collective of all ranks, as under ZeRO 3. Dropout is off.
     """
     training = model.training
     model.eval()
@@ -121,9 +122,9 @@ def evaluate(
 
 
 def _sums(predicted: int, batch: MicroBatch, mask_id: int | None, mlm: Tensor, nsp: Tensor) -> tuple[Tensor, ...]:
-    """Loss, right answers and number of all targets, of those where ``mask_id`` stands, and of the pairs: nine ().
+    """Return (loss, correct, count) for all targets, for those that ``mask_id`` replaced, and for the pairs: nine ().
 
-    ``predicted``: how many ids, from 0 on, the logits ``mlm`` are of.
+    ``predicted``: number of ids, from 0 on, that the logits ``mlm`` cover.
     """
     hidden = only_mask_token(batch, mask_id).labels if mask_id is not None else torch.full_like(batch.labels, IGNORED)
     out: tuple[Tensor, ...] = ()
@@ -137,7 +138,7 @@ def _sums(predicted: int, batch: MicroBatch, mask_id: int | None, mlm: Tensor, n
 
 
 def _in_step(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """``batches``, and then sequences without a target for as long as another rank has more."""
+    """Yield ``batches``, then sequences without a target for as long as another rank has more."""
     while True:
         batch = next(batches, None)
         more = torch.tensor(batch is not None, dtype=torch.int32, device=device)
@@ -148,15 +149,15 @@ def _in_step(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[Mi
 
 
 def only_mask_token(batch: MicroBatch, mask_id: int) -> MicroBatch:
-    """The same batch with targets only where [MASK] stands."""
+    """Return the batch with targets only at [MASK] tokens."""
     hidden = batch.tokens[batch.masked] == mask_id
     return dataclasses.replace(batch, labels=torch.where(hidden, batch.labels, IGNORED))
 
 
 def shuffled_context(batch: MicroBatch, special_ids: tuple[int, ...], seed: int) -> MicroBatch:
-    """The same batch with each sequence's ordinary unmasked tokens permuted among their places.
+    """Return the batch with each sequence's ordinary unmasked tokens permuted among their positions.
 
-    A permutation is a function of (seed, sample number), so it is the same for any number of ranks.
+    The permutation depends only on (seed, sample number), so it is the same for any number of ranks.
     """
     tokens = batch.tokens.clone()
     free = ~torch.isin(tokens, torch.tensor(special_ids))
@@ -170,7 +171,7 @@ def shuffled_context(batch: MicroBatch, special_ids: tuple[int, ...], seed: int)
 
 
 def unigram_entropy(targets: Tensor, counts: Tensor) -> float:
-    """Mean of -log p over all ranks' ``targets`` (K,) int64, with p from ``counts`` (V,) int64, one added to each."""
+    """Return the mean of -log p over all ranks' ``targets`` (K,) int64; p comes from ``counts`` (V,) int64 plus one."""
     rarities = -log_unigrams(counts)[targets]
     sums = torch.tensor([float(rarities.sum()), len(targets)], dtype=torch.float64)
     if dist.is_initialized():
@@ -180,9 +181,9 @@ def unigram_entropy(targets: Tensor, counts: Tensor) -> float:
 
 
 def evaluate_context(model: Bert, loader: Loader, counts: Tensor, device: torch.device, size: int) -> dict[str, float]:
-    """:func:`evaluate`, and for the [MASK] positions the marks of the unigrams and of a shuffled context.
+    """Run :func:`evaluate` and add the unigram and shuffled-context baselines for the [MASK] positions.
 
-    ``counts`` (V,) int64: how often each token stands in the training samples.
+    ``counts`` (V,) int64: how often each token occurs in the training samples.
     """
     specials = loader.manifest.tokenizer.specials
 

@@ -1,4 +1,4 @@
-"""What must be the same on every rank of a run: the code, what runs it, the configuration, the data."""
+"""Facts that must be the same on every rank of a run: code, package versions, configuration and data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("deepspeed", "torch", "triton", "numpy", "webdataset")
 
 
 def facts(config: Config, phases: Iterable[PhaseData], world: World) -> dict[str, str]:
-    """Each by a name that a user knows; a code's, a configuration's and a data set's is a short hash."""
+    """Return the facts under names that a user knows. Code, configuration and shards are short hashes."""
     found = {"WORLD_SIZE": str(world.size), "device": world.device.type, "python": platform.python_version()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"CUDA": torch.version.cuda or "none"}
@@ -29,7 +29,7 @@ def facts(config: Config, phases: Iterable[PhaseData], world: World) -> dict[str
 
 
 def code() -> str:
-    """A short hash of the sources that a rank runs; a node with an old checkout has another."""
+    """Return a short hash of the source files, which differs on a node with an old checkout."""
     found = hashlib.sha256()
     for package in ("data_prep", "kernels", "trainer"):
         for path in sorted((ROOT / package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Whether a folder, and the checkpoint in it, are a run's own: what must not change before it goes on."""
+"""Check that a run's folder and checkpoint belong to it: settings that must not change on resume."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainer.run.phases import PhaseData
 
 
 def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
-    """Of a run, as its checkpoints hold it."""
+    """Return the settings that must not change on resume, as stored in checkpoints."""
     shape = asdict(config.model)
-    for key in ("dropout", "attention_dropout", "decoder_prior"):  # the prior is where training starts, then history
+    for key in ("dropout", "attention_dropout", "decoder_prior"):  # the prior sets only the start
         del shape[key]
     return {
         "seed": config.run.seed,
         "shuffle_window": config.run.shuffle_window,
         "optimizer": config.optimizer.name,
-        "tokenizer": phases[0].loader.manifest.tokenizer.sha256,  # of all phases, as they were opened
+        "tokenizer": phases[0].loader.manifest.tokenizer.sha256,  # the same for all phases: open_phases checked it
         "model": shape,
         "phases": [
             {
@@ -40,14 +40,14 @@ def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
 
 
 def require_own_folder(folder: Path) -> None:
-    """Raises TrainerError where the folder holds a data set, or a configuration that no run left there."""
+    """Raises TrainerError if the folder contains a data set, or a configuration that no run wrote."""
     for name in (MANIFEST, "config.yaml"):
         if (folder / name).exists() and not ((folder / JOURNAL).exists() or named(folder)):
-            raise TrainerError(f"run.folder {folder} holds {name}, which no run left there: give it another name")
+            raise TrainerError(f"run.folder {folder} contains {name}, which no run wrote: name another folder")
 
 
 def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[str]) -> None:
-    """Raises TrainerError where ``run.resume`` is against what was found; ``passed``: why checkpoints do not count."""
+    """Raises TrainerError if ``run.resume`` forbids what was found; ``passed``: why each checkpoint was skipped."""
     folder, wanted = config.run.folder, config.run.resume
     if found is None and (wanted == "required" or passed):
         raise TrainerError(f"no whole checkpoint in {folder}: check run.folder, or remove what is there")
@@ -58,7 +58,7 @@ def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[s
 
 
 def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple[Phase, ...], folder: Path) -> None:
-    """What was trained on so far, and the batch of a phase that goes on, must be the same.
+    """Raises TrainerError if the past training data, or the batch of the unfinished phase, differs.
 
     Ranks, their micro-batches, ZeRO stage, precision, later phases, steps, rates and dropout may change.
     """
@@ -76,16 +76,16 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
     pairs = list(zip(begun, ours["phases"], strict=False))
     if len(pairs) < len(begun) or any(a["name"] != b["name"] or a["shards"] != b["shards"] for a, b in pairs):
         names = ", ".join(phase["name"] for phase in begun)
-        different.append(f"phases {names}, in this order, with the training shards of then, must come first")
+        different.append(f"phases {names}, in this order, with the same training shards as before, must come first")
     else:
         different += [f"masks of phase {a['name']} were {a['masks']}" for a, b in pairs if a["masks"] != b["masks"]]
         before, now = pairs[-1]
         goes_on = state["phase_step"] < phases[state["phase"]].steps
-        if goes_on and before["global_batch"] != now["global_batch"]:  # micro-batches given, and other ranks, say
+        if goes_on and before["global_batch"] != now["global_batch"]:  # perhaps by other ranks
             batches = f"was {before['global_batch']}, now {now['global_batch']}"
             different.append(f"global batch of phase {now['name']} {batches}")
     if different:
         raise TrainerError(
-            f"checkpoint {folder} is of another run ({'; '.join(different)}): restore that, or give run.folder "
-            "another name"
+            f"checkpoint {folder} belongs to another run ({'; '.join(different)}): restore these settings, or give "
+            "run.folder another name"
         )

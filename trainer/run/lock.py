@@ -1,4 +1,4 @@
-"""A folder that one command at a time writes to."""
+"""A lock on a folder, so that only one command at a time writes to it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import IO
 
 from trainer.errors import TrainerError, shortage
 
-PATIENCE = 60.0  # seconds that a command waits for an earlier attempt to end
-NAME = ".lock"  # in the folder; its text says who holds it
+PATIENCE = 60.0  # seconds to wait for an earlier attempt to end
+NAME = ".lock"  # in the folder; its text names the process that holds it
 POLL = 0.2  # seconds
 
 
 def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] | None:
-    """Make ``folder`` and hold it until the file that is returned is closed, or this process has ended.
+    """Create ``folder`` and lock it until the returned file is closed or this process ends.
 
-    Waits ``patience`` seconds for one that holds it, since an earlier attempt may be about to end. Raises TrainerError
-    where it does not end. None, told, where the file system has no locks.
+    If another process holds the lock, waits ``patience`` seconds, since an earlier attempt may be about to end. Raises
+    TrainerError if it does not end. Returns None, with a warning, if the file system has no locks.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if shortage(error):
             raise
-        raise TrainerError(f"{folder} cannot be made ({error.strerror}): name another folder") from None
+        raise TrainerError(f"{folder} cannot be created ({error.strerror}): name another folder") from None
     file = (folder / NAME).open("a+", encoding="utf-8")
     until, told = time.monotonic() + patience, False
     while True:
@@ -41,10 +41,10 @@ def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] 
             if time.monotonic() > until:
                 file.close()
                 raise TrainerError(
-                    f"{folder} is being written by {holder}: let that end, or name another folder"
+                    f"{folder} is being written by {holder}: wait until it ends, or name another folder"
                 ) from None
             if not told:
-                tell(f"{folder} is being written by {holder}: waiting {patience:.0f} s for its end")
+                tell(f"{folder} is being written by {holder}: waiting up to {patience:.0f} s for it to end")
             told = True
             time.sleep(POLL)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a run's phases train on: their shards, opened for this rank and checked against the configuration."""
+"""Open the shards of a run's phases for this rank and check them against the configuration."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from trainer.model.bert import ModelConfig
 from trainer.ranks.world import World
 from trainer.run.config import Config
 
-MOST_MIXED = 2**27  # samples of a window; each takes some 30 bytes of memory on every rank
-_MASKS = 4  # what draws are for; see trainer/data/order.py
+MOST_MIXED = 2**27  # samples in a window; each takes about 30 bytes of memory on every rank
+_MASKS = 4  # the purpose of this random stream; see trainer/data/order.py
 
 
 @dataclass(frozen=True)
 class PhaseData:
     """A phase's shards, opened for this rank."""
 
-    phase: Phase  # as it runs: its length in steps, its rates for its batch
+    phase: Phase  # resolved: its length in steps, its rates for its batch
     loader: Loader
     heldout: Loader | None
     order: Order
     global_batch: int
-    micro_batches: int  # of this rank in a step
+    micro_batches: int  # per step on this rank
 
 
 def open_phases(config: Config, world: World) -> list[PhaseData]:
-    """Open every phase's shards and check them against the configuration, all problems at once.
+    """Open every phase's shards and check them against the configuration. Raises TrainerError with all problems.
 
-    Needs no process group, so a run that cannot be ends before the ranks meet. Raises TrainerError.
+    Needs no process group, so an invalid run ends before the ranks meet.
     """
     problems: list[str] = []
     opened = [_open_phase(index, phase, config, world, problems) for index, phase in enumerate(config.phases)]
     loaders = [loader for d in opened if d is not None for loader in (d.loader, d.heldout) if loader is not None]
     hashes = {loader.manifest.tokenizer.sha256 for loader in loaders}
     if len(hashes) > 1:
-        problems.append("phases: their shards were made with different tokenizers: build them with one")
+        problems.append("phases: their shards were made with different tokenizers: build all with one")
     if problems:
         raise TrainerError("\n  - ".join([f"the shards do not fit the run: {len(problems)} problem(s)", *problems]))
     return [data for data in opened if data is not None]
@@ -77,15 +77,15 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
     tasks = [loader.manifest.settings.pairs for loader in loaders.values()]
     if tasks[-1] not in (tasks[0], "single"):
         problems.append(
-            f"{where}.heldout: its pairs are {tasks[-1]} but those of the training shards are {tasks[0]}, which is "
+            f"{where}.heldout: its pairs are {tasks[-1]} but those of the training shards are {tasks[0]}, "
             "another task: name held-out shards built with the same --pairs"
         )
     sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
     order = Order(sizes, config.run.seed, config.run.shuffle_window)
     if (mixed := largest_window(sizes, order.window)) > MOST_MIXED:
         problems.append(
-            f"run.shuffle_window is {order.window}: so many shards of {phase.train} hold {mixed:,} samples, which "
-            f"would all be mixed at once: lower it until they are {MOST_MIXED:,} or fewer"
+            f"run.shuffle_window is {order.window}: so many shards of {phase.train} hold {mixed:,} samples, all "
+            f"shuffled at once: lower it until there are {MOST_MIXED:,} or fewer"
         )
     global_batch, micro_batches = batch_of(phase, world.size)
     problems += [f"{where}.{problem}" for problem in batch_problems(phase, world.size, sum(sizes))]
@@ -95,10 +95,10 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
 
 
 def _open_folder(place: str, config: Config, world: World) -> tuple[Path, Cache | None]:
-    """The local folder of a data set, and what fills it if the data set is remote."""
+    """Return the local folder of a data set, and the cache that fills it if the data set is remote."""
     if not is_remote(place):
         return Path(place), None
-    # five attempts, perhaps behind as many for another shard, take no longer than a collective may
+    # five attempts, perhaps after five for another shard, must fit into the timeout of a collective
     cache = open_cache(place, config.cache, config.run.timeout_seconds / 20, world.local_rank)
     return cache.folder, cache
 
@@ -113,14 +113,14 @@ def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
     if manifest.settings.sequence_length != phase.sequence_length:
         found.append(
             f"its samples are made for sequence_length {manifest.settings.sequence_length} but the phase says "
-            f"{phase.sequence_length}: correct the one or name other shards"
+            f"{phase.sequence_length}: change sequence_length or name other shards"
         )
     return found
 
 
 def _dynamic_masks(tokenizer: Tokenizer, manifest: Manifest, seed: int) -> DynamicMasks:
-    """What the run draws new masks of the data set by."""
+    """Return the settings for drawing new masks over the data set."""
     settings, specials = manifest.settings, manifest.tokenizer.specials
     vocabulary = make_vocabulary(manifest.tokenizer.vocab_size, tokenizer.never, specials.mask)
     masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
-    return DynamicMasks(vocabulary, masking, int(bits(seed, _MASKS)[0]))  # not the static ones' seed, if it is equal
+    return DynamicMasks(vocabulary, masking, int(bits(seed, _MASKS)[0]))  # never the static masks' seed

@@ -1,4 +1,7 @@
-"""What a rank does before it trains: read the configuration, open the shards, meet the other ranks."""
+"""Start a rank: read the configuration, open the shards and join the other ranks.
+
+The training command (:mod:`trainer.__main__`) and :mod:`trainer.preflight` share it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ from trainer.run.phases import PhaseData, open_phases
 
 
 def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[Config, list[PhaseData], World]:
-    """All that a rank finds out by itself; ``ranks``: those that will be started, where this is one alone.
+    """Do everything that needs no other rank: read the configuration, find this rank's place, open the shards.
 
-    Ends the process with a line where something is wrong.
+    ``ranks``: how many will be started later, if this process runs alone. Ends the process with an error line if
+    something is wrong.
     """
     try:
         config = load(path, overrides)
@@ -33,7 +37,7 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
         started = ranks if ranks is not None and world.size == 1 else world.size
         if config.run.ranks not in (None, started):
             raise TrainerError(
-                f"{started} rank(s) were started but run.ranks is {config.run.ranks}: mend the one or the other"
+                f"{started} rank(s) were started but run.ranks is {config.run.ranks}: start that many or change it"
             )
         resolve_precision(config.engine, world.device)
         with backend.using(config.engine.kernels):
@@ -41,14 +45,14 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
         return config, open_phases(config, world), world
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
-            time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
+            time.sleep(3)  # usually all ranks fail alike: the first one reports it and the launcher ends us
         fail(f"trainer: error: {_text(error)}", exit_code(error))
 
 
 def meet(config: Config, phases: list[PhaseData], world: World) -> None:
-    """Join the other ranks, and say what is set for them, and what they have unlike one another."""
+    """Join the other ranks; report the environment settings, and warn if they differ between ranks."""
     if world.is_main:
-        told = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # before join adds its own
+        told = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # join adds its own
         say(f"settings: {told or 'none'}; InfiniBand: {', '.join(ports()) or 'no port is up'}")
     for difference in join(world, config.run.timeout_seconds, facts(config, phases, world)):
         say(f"warning: not the same on all ranks: {difference}")

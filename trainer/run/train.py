@@ -1,4 +1,4 @@
-"""The run: load, restore, then step until the phases are done."""
+"""The training loop: restore the newest checkpoint, then step until the phases are done."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from trainer.run.identity import identity, require_allowed, require_own_folder, 
 from trainer.run.lock import PATIENCE, hold
 from trainer.run.phases import PhaseData
 
-ENDED = "ended.json"  # in the run's folder: {"how": "done", "reached" (evaluation.stop_at) or "stopped", "step": …}
+ENDED = "ended.json"  # in the run's folder; "how" is "done", "reached" (evaluation.stop_at) or "stopped"
 
 
 class Run:
-    """The parts of one run on one rank, and what they do at a step's border, each when it is its turn."""
+    """The parts of one run on one rank, and what they do at a step boundary when they are due."""
 
     def __init__(self, config: Config, phases: list[PhaseData], world: World) -> None:
-        config = replace(config, phases=tuple(data.phase for data in phases))  # as they run: in steps
+        config = replace(config, phases=tuple(data.phase for data in phases))  # resolved: lengths in steps
         self.config, self.phases, self.world = config, phases, world
         self.folder = Path(config.run.folder)
         self.stop = Stop(world, config.metrics.log_every_steps)
@@ -55,7 +55,7 @@ class Run:
         self.lock = together(self._hold, world)
         require_shared(self.folder, world)
         self.identity = together(partial(identity, config, self.phases), world)  # once: a save reads no other files
-        self.found = self._choose()  # before anything of the folder changes: it may be another run's
+        self.found = self._choose()  # before changing anything in the folder: it may be another run's
         self.metrics = together(partial(self._open_folder, watch), world)
         try:
             seed = config.run.seed
@@ -68,18 +68,18 @@ class Run:
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self._warn_of_leftovers()
         self.saved = -1  # the step of the newest checkpoint
-        self.figures: dict[str, float] = {}  # held out, of this step, if it was evaluated
-        self.owes = False  # whether this step is still to be evaluated: a stop saves first
-        self.reached = ""  # those that end the run, once they do
-        self.border: TrainState | None = None  # the state that the weights are of; None in a step
+        self.figures: dict[str, float] = {}  # held-out metrics of this step, if it was evaluated
+        self.owes = False  # whether this step still needs its evaluation: a stop saves first
+        self.reached = ""  # description of the targets that ended the run, once reached
+        self.border: TrainState | None = None  # the state that matches the weights; None during a step
 
     @property
     def over(self) -> bool:
-        """Whether the run ends at this step's border, the same on all ranks."""
+        """Whether the run ends at this step boundary. The same on all ranks."""
         return self.stop.decided or bool(self.reached)
 
     def _model(self) -> Bert:
-        """The model as a fresh run starts; a checkpoint, or weights that the configuration names, replace it."""
+        """Build the model of a fresh run. A checkpoint or ``run.weights`` replaces its weights later."""
         first = self.phases[0].loader
         module = Bert(self.config.model, self.config.run.seed, _fillers(first))
         if self.config.model.decoder_prior == "unigram":
@@ -87,7 +87,7 @@ class Run:
         return module
 
     def _hold(self) -> IO[str] | None:
-        """Rank 0 holds the folder from here on. Raises TrainerError where it is somebody else's, or held."""
+        """On rank 0, lock the folder. Raises TrainerError if it belongs to another run or is locked."""
         patience = min(PATIENCE, self.config.run.timeout_seconds / 2)  # the other ranks wait in a collective
         if not self.world.is_main:
             return None
@@ -98,7 +98,7 @@ class Run:
         heldout = [data.heldout for data in self.phases if data.heldout is not None]
         self.config.evaluation.stop_at.require(any(each.manifest.settings.pairs != "single" for each in heldout))
         if self.world.is_main:
-            (self.folder / ENDED).unlink(missing_ok=True)  # of an earlier attempt
+            (self.folder / ENDED).unlink(missing_ok=True)  # from an earlier attempt
         subject = Subject(
             self.config.run.name,
             self.folder,
@@ -115,7 +115,7 @@ class Run:
             self.saver.warned.add(path)
 
     def restore(self) -> TrainState:
-        """The newest checkpoint's state, with weights and moments loaded; or a fresh one, and says which."""
+        """Load the newest checkpoint, or start fresh; report which, and return the state."""
         if self.found is None:
             together(self._start, self.world)
             self.engine.refresh_weights()
@@ -133,9 +133,9 @@ class Run:
         return replace(state, restarts=state.restarts + 1)
 
     def _choose(self) -> Path | None:
-        """The newest checkpoint whose parts are all proven, None for a fresh start; the same on all ranks.
+        """Return the newest checkpoint whose parts are all intact, or None for a fresh start. The same on all ranks.
 
-        Rank 0 chooses, and the ranks share the proof. What is damaged is named and passed over.
+        Rank 0 chooses, and the ranks share the work of checking. A damaged checkpoint is named and skipped.
         """
         damaged: dict[str, str] = {}  # name: why
         told: set[str] = set()
@@ -153,7 +153,7 @@ class Run:
         require_same_run(checkpoint.read(folder).record, self.identity, self.config.phases, folder)
 
     def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
-        """The name of the checkpoint to go on from, empty for a fresh start; rank 0 tells each reason once."""
+        """Name the checkpoint to continue from, empty for a fresh start. Rank 0 reports each skipped one once."""
         if not self.world.is_main:
             return ""
         found, passed = checkpoint.newest(self.folder, damaged)
@@ -168,13 +168,13 @@ class Run:
         found = checkpoint.read(folder)
         record = found.record
         checkpoint.restore(found, self.engine.optimizer)
-        if record["precision"] == self.engine.precision:  # the scale of another precision says nothing here
+        if record["precision"] == self.engine.precision:  # a loss scale is meaningless in another precision
             scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
             self.engine.loss_scale = replace(self.engine.loss_scale, scale=scale, good_steps=good_steps)
         return found
 
     def _start(self) -> None:
-        """Begin anew: from plain weights where the configuration names some, else as the seed draws them."""
+        """Start fresh: from ``run.weights`` if set, else from random weights."""
         given = self.config.run.weights
         source = f"the seed {self.config.run.seed}"
         if given is not None:
@@ -184,7 +184,7 @@ class Run:
         self._say(f"no checkpoint in {self.folder}: a fresh start from {source}")
 
     def save(self, state: TrainState, due: bool = False) -> None:
-        """Save a checkpoint every so many steps, or when it is ``due`` anyway; tell what became of the last one."""
+        """Save a checkpoint every so many steps, or when ``due``; report how earlier saves ended."""
         ended = []
         turn = state.step > 0 and state.step % self.config.checkpoint.every_steps == 0
         if state.step != self.saved and (due or turn):
@@ -209,9 +209,9 @@ class Run:
         }
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
-        """Evaluate on the phase's held-out shards every so many steps, or when it is ``due`` anyway.
+        """Evaluate on the phase's held-out shards every so many steps, or when ``due``.
 
-        A run that stops leaves that to the one that goes on: there may be no time for it before the save.
+        A stopping run leaves the evaluation to the run that resumes: there may be no time for it before the save.
         """
         every, self.figures = self.config.evaluation.every_steps, {}
         self.owes = data.heldout is not None and (due or (every is not None and state.step % every == 0))
@@ -225,20 +225,20 @@ class Run:
             self.metrics.heldout(state, figures)
             self.owes, self.figures, self.reached = False, figures, self.config.evaluation.stop_at.reached(figures)
             if self.reached:
-                self._say(f"the target is reached: {self.reached}")
+                self._say(f"target reached: {self.reached}")
 
     def catch_up(self, state: TrainState) -> None:
-        """Evaluate the step that the run goes on from, if a stop kept it from that."""
+        """Evaluate the step that the run resumes from, if a stop prevented its evaluation."""
         if self.found is not None and not self.figures:
             phase = self.phases[state.phase]
             self.evaluate(state, phase, due=state.phase_step == phase.phase.steps)
 
     def entering(self, state: TrainState) -> TrainState:
-        """The state with a finished phase left behind, unless its evaluation is still owed."""
+        """Move the state on to the next phase if one is finished, unless its evaluation is still owed."""
         return state if self.owes else state.entering(self.config.phases)
 
     def end(self, state: TrainState) -> None:
-        """See the last save through, and leave word of how the run ended; a run that was killed leaves none.
+        """Finish the last save and write ``ended.json``, which a killed run does not leave.
 
         Raises TrainerError on all ranks, with the reason on rank 0, when the last checkpoint could not be saved.
         """
@@ -247,8 +247,8 @@ class Run:
             self.metrics.checkpoint(saved)
         last = self.saver.last
         if last is not None and last.failure:
-            said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): mend that"
-            raise PassingError(f"{said}; the same command goes on from the one before" if self.world.is_main else "")
+            said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): fix that"
+            raise PassingError(f"{said}; the same command resumes from the previous one" if self.world.is_main else "")
         how = "reached" if self.reached else "done" if state.phase == len(self.phases) else "stopped"
         text = json.dumps({"how": how, "step": state.step}) + "\n"
         together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
@@ -258,19 +258,19 @@ class Run:
     def rescue(self, error: BaseException) -> None:
         """Save the steps since the last checkpoint if ``error`` is a shortage between two steps.
 
-        Only a rank that is alone: the others of a larger run are in the next step already, and cannot save this one.
+        Only a run of one rank can: in a larger run the other ranks are already in the next step.
         """
         state = self.border
         if exit_code(error) != FAILED or self.world.size > 1 or state is None or state.step in (0, self.saved):
             return
-        self._say(f"{explain(error)}: saving step {state.step} before the end")
+        self._say(f"{explain(error)}: saving step {state.step} before ending")
         self.save(state, due=True)
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
 
     def fail(self, error: BaseException) -> None:
-        """Let the monitors know before this process ends; others may be gone by now."""
-        self.stop.decided = True  # ranks end from here on, each by itself
+        """Notify the monitors before this process ends. Other ranks may already be gone."""
+        self.stop.decided = True  # from here on each rank ends on its own
         self.metrics.end("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
     def _say(self, text: str) -> None:
@@ -279,9 +279,9 @@ class Run:
 
 
 def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
-    """Train until the last phase is done or the target reached, from the newest checkpoint on.
+    """Train from the newest checkpoint until the last phase is done or the target is reached.
 
-    Returns the last state; its phase is behind the last one unless the run was stopped.
+    Returns the last state; its phase is past the last one unless the run was stopped.
     """
     run = Run(config, phases, world)
     try:
@@ -313,12 +313,12 @@ def _train(run: Run) -> TrainState:
                 done = state.phase_step == data.phase.steps
                 run.metrics.step(state, batch, result, rate)
                 run.stop.agreed(state.attempts)
-                if result.applied:  # else the data moved on; nothing else did
+                if result.applied:  # a skipped step consumes its data but changes nothing else
                     run.evaluate(state, data, due=done)
                 run.save(state, due=done or run.over)
                 if done or run.over:
                     break
-            else:  # a stop was asked for while the next batch did not come
+            else:  # a stop was requested while waiting for the next batch
                 run.save(state, due=True)
         state = run.entering(state)
     run.end(state)
@@ -326,7 +326,7 @@ def _train(run: Run) -> TrainState:
 
 
 def _fillers(loader: Loader) -> int:
-    """Pieces at the end of the shards' vocabulary that only fill it up. Raises TrainerError if it is another one."""
+    """Count the padding entries at the end of the shards' vocabulary. Raises TrainerError if the tokenizer differs."""
     try:
         return load_proven(loader.folder / TOKENIZER_FOLDER, loader.manifest.tokenizer.sha256).fillers
     except DataError as error:
@@ -345,7 +345,7 @@ def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
 
 
 def _describe(run: Run, state: TrainState) -> None:
-    """Say once what really runs, and leave the resolved configuration and the tokenizer beside the checkpoints."""
+    """Report once what actually runs; write the resolved configuration and the tokenizer to the run's folder."""
     config, chosen = run.config, backend.resolve(run.world.device.type)
     together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
     heard = nccl_said()
