@@ -171,7 +171,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, vocabul
     write_folder(wrong, TINY, vocabulary, tmp_path / "bert")
     plain_weights.write(wrong, TINY, tmp_path / "plain.safetensors")
     for path in (tmp_path / "bert", tmp_path / "plain.safetensors"):
-        with pytest.raises(TrainerError, match=f"^{path}: layers.0.mlp_in_bias contains NaN or infinity.*export the weig"):
+        with pytest.raises(
+            TrainerError, match=f"^{path}: layers.0.mlp_in_bias contains NaN or infinity.*export the weig"
+        ):
             read(path, untold)
 
 
