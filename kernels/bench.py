@@ -336,9 +336,7 @@ def main() -> None:
     torch.manual_seed(0)
     best, card = ceilings(), torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, Triton {triton.__version__}, fp16")
-    print(
-        f"device copy {best.bandwidth / 1e12:.2f} TB/s, matrix product {best.products / 1e12:.0f} TFLOP/s; targets: H100\n"
-    )
+    print(f"device copy {best.bandwidth / 1e12:.2f} TB/s, matmul {best.products / 1e12:.0f} TFLOP/s; targets: H100\n")
     print(
         "| kernel, forward + backward | implementation | ms | target | rate | floor / time |\n"
         "|---|---|---|---|---|---|",
