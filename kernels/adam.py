@@ -42,7 +42,7 @@ class Moments:
     def corrections(self, step: int) -> tuple[float, float]:
         """The divisors of m and v. Raises ValueError if ``step`` is below 1."""
         if step < 1:
-            raise ValueError(f"step is {step}: the first step is 1")
+            raise ValueError(f"step is {step}; it must be 1 or more")
         return (1 - self.beta1**step, 1 - self.beta2**step) if self.bias_correction else (1.0, 1.0)
 
     def constants(self, step: int) -> tuple[float, ...]:

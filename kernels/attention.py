@@ -101,8 +101,8 @@ def attention(
 
     ``cu_seqlens`` is (B + 1,) int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. No sequence
     is longer than ``max_seqlen``. ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation;
-    ``site`` identifies this layer's attention. Raises ValueError if shapes or dtypes do not fit, or if the kernels
-    cannot take such wide heads, so many sequences, or such long ones.
+    ``site`` identifies this layer's attention. Raises ValueError if shapes or dtypes do not fit, or if the heads are
+    too wide, the sequences too many, or a sequence too long for the kernels.
     """
     if qkv.dim() != 4 or qkv.shape[1] != 3 or not qkv.is_floating_point():
         raise ValueError(f"qkv is {qkv.dtype} {tuple(qkv.shape)}; it must be floating point (T, 3, N, H)")
@@ -135,7 +135,7 @@ def _check_sizes(qkv: Tensor, sequences: int, max_seqlen: int) -> None:
     elif sequences > SEQUENCES:
         problem = f"there are {sequences} sequences; the kernels take at most {SEQUENCES}"
     elif longest * row >= 2**31:  # a row's offset from the start of its sequence is an int32
-        problem = f"{longest} tokens of {row} numbers each are too long a sequence; the kernels take below 2^31 numbers"
+        problem = f"{longest} tokens of {row} numbers each are too long a sequence; the limit is 2^31 numbers"
     if problem:
         raise ValueError(f"{problem}: set kernels to torch")
 

@@ -132,7 +132,7 @@ def layer_norm_row() -> Row:
         return F.layer_norm(residual + F.dropout(x, P), (HIDDEN,), weight, bias, 1e-12)
 
     inputs, towards = [x, residual, weight, bias], torch.randn_like(x)
-    moved = TOKENS * HIDDEN * 2 * (3 + 4)  # x, residual, out; d_out, the normalised input, d_x, d_residual
+    moved = TOKENS * HIDDEN * 2 * (3 + 4)  # x, residual, out; d_out, the normalized input, d_x, d_residual
     contenders = _three(ours, eager, inputs, towards)
     if liger := _installed("liger_kernel.transformers.functional", "liger_layer_norm"):
 

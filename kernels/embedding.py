@@ -54,7 +54,7 @@ def _table_rows(
     columns,  # (1, BLOCK)
     WIDTH: tl.constexpr,
 ):
-    """Load (M, BLOCK) fp32. An index out of range gives NaN, because it must not read outside the table."""
+    """Load (M, BLOCK) fp32. An index out of range gives NaN and reads nothing."""
     index = tl.load(indices + rows, mask=there, other=0)
     has = (index >= 0) & (index < count)
     mask = (there & has)[:, None] & (columns < WIDTH)

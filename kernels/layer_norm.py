@@ -65,7 +65,7 @@ def normalised(
     eps,
     WIDTH: tl.constexpr,
 ):
-    """Return (z minus its mean over its standard deviation, 0 from WIDTH on; mean; 1 / standard deviation)."""
+    """Return (normalized z, 0 from column WIDTH on; the mean of z; 1 / the standard deviation of z)."""
     mean = tl.sum(z, 1) / WIDTH
     centred = tl.where(inside, z - mean[:, None], 0.0)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 1) / WIDTH + eps))  # correctly rounded, unlike rsqrt
@@ -331,7 +331,7 @@ def _check(
     rows = {"weight": weight, "bias": bias} | ({} if x_bias is None else {"x_bias": x_bias})
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in ({"x": x} | rows).items())
     if x.dim() != 2 or any(t.shape != x.shape[1:] for t in rows.values()):
-        raise ValueError(f"layer_norm got {shapes}; they must be (T, D) and (D,)")
+        raise ValueError(f"layer_norm got {shapes}; x must be (T, D), the others (D,)")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"layer_norm got {shapes}, residual {tuple(residual.shape)}; residual must have x's shape")
     dtypes = {t.dtype for t in (x, residual, *rows.values()) if t is not None}
