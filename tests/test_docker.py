@@ -21,6 +21,8 @@ from ranks import ROOT
 
 from trainer.exits import DONE, REFUSED, STOPPED
 
+pytestmark = pytest.mark.slow
+
 DOCKER = ROOT / "docker"
 FILES = ("Dockerfile", "Dockerfile.cpu")
 OPTIONAL = {"mpi4py", "pyarrow"}  # of data_prep, an image has them by EXTRAS

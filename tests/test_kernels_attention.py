@@ -10,6 +10,8 @@ from torch import Tensor
 from kernels import dropout
 from kernels.attention import attention
 
+pytestmark = pytest.mark.slow
+
 
 def cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()

@@ -13,6 +13,8 @@ from torch import Tensor
 from kernels import backend, dropout
 from kernels.attention import attention
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16, torch.bfloat16]
 
