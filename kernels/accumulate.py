@@ -1,10 +1,11 @@
-"""Adds many tensors' gradients into one flat buffer, in one launch that reads and writes everything once.
+"""Adds the gradients of many tensors into one flat buffer, in one launch that reads and writes everything once.
 
-    out[place … place + n] ← gradient, rounded                    the first of several, or the only one
-    out[place … place + n] ← total[place … place + n] + gradient  the next ones; ``total`` may be ``out``
+    out[place … place + n] ← gradient, rounded                    for the first gradient, or the only one
+    out[place … place + n] ← total[place … place + n] + gradient  for the later ones; ``total`` may be ``out``
 
-Sums are fp32, whatever the dtypes. What does not come in eights would be read a number at a time, so PyTorch moves it:
-up to 7 elements at a tensor's end, and a tensor whose place is no multiple of 8 or whose memory begins anywhere.
+Sums are fp32, whatever the dtypes. The kernel moves aligned groups of 8 elements. It would have to read anything else
+one element at a time, so PyTorch moves the rest: up to 7 elements at the end of a tensor, and every tensor whose place
+is not a multiple of 8 or whose memory is not aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from torch import Tensor
 
 from kernels.backend import fused, tl, triton
 
-BLOCK = 4096  # elements of a program
-ALIGNED, BYTES = 8, 16
+BLOCK = 4096  # elements per program
+ALIGNED, BYTES = 8, 16  # elements in an aligned group; the alignment of its address in bytes
 
 
 @dataclass
 class Places:
-    """Where tensors lie in a flat buffer. Made by ``make_places``."""
+    """Where tensors lie in a flat buffer. Use ``make_places`` to make one."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    end: int  # of the last of them: no buffer is shorter
-    table: Tensor  # (U, 4) int64: tensor, its block, its place / ALIGNED, its length / ALIGNED
-    pointers: Tensor  # (K,) int64, where the gradients are
-    seen: list[int]  # what the pointers were made from: they go to the device only where they change
+    end: int  # where the last tensor ends: the least length of a buffer
+    table: Tensor  # (U, 4) int64: tensor, block, place of the tensor / ALIGNED, length of the tensor / ALIGNED
+    pointers: Tensor  # (K,) int64: addresses of the gradients
+    seen: list[int]  # the addresses last copied to ``pointers``: they are copied again only if they change
 
 
 def make_places(offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> Places:
-    """The table of tensors that begin at ``offsets`` and have so many elements."""
+    """Make the table of tensors that begin at ``offsets`` and have ``lengths`` elements."""
     rows = [
         [tensor, block, offset // ALIGNED, length // ALIGNED]
         for tensor, (offset, length) in enumerate(zip(offsets, lengths, strict=True))
@@ -48,13 +49,13 @@ def make_places(offsets: Sequence[int], lengths: Sequence[int], device: torch.de
 
 
 def accumulate_reference(out: Tensor, gradients: Sequence[Tensor | None], places: Places, total: Tensor | None) -> None:
-    """See above; no gradient is one of zeros."""
+    """Do what ``accumulate`` does, in plain PyTorch. A gradient that is None counts as zeros."""
     for gradient, offset, length in zip(gradients, places.offsets, places.lengths, strict=True):
         _move(out, gradient, offset, length, total)
 
 
 def _move(out: Tensor, gradient: Tensor | None, offset: int, length: int, total: Tensor | None, first: int = 0) -> None:
-    """A tensor's elements from ``first`` on."""
+    """Add or copy one tensor's gradient, from its element ``first`` to its end."""
     own = slice(offset + first, offset + length)
     value = torch.zeros((), device=out.device) if gradient is None else gradient.reshape(-1)[first:].float()
     out[own].copy_(value if total is None else total[own].float() + value)
@@ -64,7 +65,7 @@ def _move(out: Tensor, gradient: Tensor | None, offset: int, length: int, total:
 def _accumulate_kernel(
     out,  # (size,) fp32, fp16 or bf16
     total,  # (size,) fp32; not read without ADD
-    pointers,  # (K,) int64; 0: no gradient, or one that PyTorch moves
+    pointers,  # (K,) int64; 0: no gradient, or PyTorch moves it
     table,  # (U, 4) int64
     SOURCE: tl.constexpr,  # the gradients' dtype
     ADD: tl.constexpr,
@@ -74,8 +75,8 @@ def _accumulate_kernel(
     address = tl.load(pointers + tl.load(row))
     start = tl.load(row + 1) * BLOCK
     at = start + tl.arange(0, BLOCK)
-    mask = at < tl.load(row + 3) * 8  # so written, the compiler knows that eight elements are in it or none
-    gradient = tl.multiple_of(address.to(tl.pointer_type(SOURCE)), 16)  # true of every address here, 0 among them
+    mask = at < tl.load(row + 3) * 8  # "* 8" tells the compiler that groups of 8 are masked together
+    gradient = tl.multiple_of(address.to(tl.pointer_type(SOURCE)), 16)  # true for every address here, also for 0
     value = tl.load(gradient + at, mask=mask & (address != 0), other=0.0).to(tl.float32)
     place = tl.load(row + 2) * 8 + at
     if ADD:
@@ -84,23 +85,23 @@ def _accumulate_kernel(
 
 
 def accumulate(out: Tensor, gradients: Sequence[Tensor | None], places: Places, total: Tensor | None = None) -> None:
-    """Set ``out`` (size,) to ``total`` (size,) fp32, or to nothing, plus the gradients, contiguous and of one dtype.
+    """Write the gradients to ``out`` (size,), added to ``total`` (size,) fp32 if it is given.
 
-    None is a gradient of zeros. What lies between the tensors is left as it is. Raises ValueError for buffers that are
-    too short or not contiguous, and for gradients that are not as long as their places, or, where the kernel is to read
-    them, not contiguous or of several dtypes.
+    A gradient that is None counts as zeros. Elements between the tensors do not change. Raises ValueError if a buffer
+    is too short or not contiguous, or if a gradient's length is not that of its place. The Triton kernel also needs
+    contiguous gradients of one dtype, and raises ValueError for any others.
     """
     for name, buffer in (("out", out), ("total", out if total is None else total)):
         if buffer.shape != out.shape or buffer.dim() != 1 or len(buffer) < places.end or not buffer.is_contiguous():
             seen = f"{name} is {tuple(buffer.shape)}, strides {buffer.stride()}"
-            raise ValueError(f"{seen}; out and total must be contiguous, of one shape, and {places.end} long or more")
+            raise ValueError(f"{seen}; out and total must be contiguous, of one shape, and at least {places.end} long")
     by_triton = fused(out)
     given = [(g, length) for g, length in zip(gradients, places.lengths, strict=True) if g is not None]
     dtypes = {g.dtype for g, _ in given} or {out.dtype}
     fit = all(g.numel() == length and (g.is_contiguous() or not by_triton) for g, length in given)
     if not fit or (by_triton and len(dtypes) > 1):
-        seen = f"gradients are of {sorted(map(str, dtypes))}"
-        raise ValueError(f"{seen}; they must be contiguous, as long as their places, and of one dtype")
+        seen = f"gradients have dtypes {sorted(map(str, dtypes))}"
+        raise ValueError(f"{seen}; they must be contiguous, of one dtype, and as long as their places")
     if not by_triton:
         accumulate_reference(out, gradients, places, total)
         return

@@ -1,14 +1,15 @@
-"""Adam's direction over a flat fp32 buffer, and the AdamW step (Loshchilov & Hutter 2019, Algorithm 2).
+"""Computes Adam's direction and the AdamW step over a flat fp32 buffer (Loshchilov & Hutter 2019, Algorithm 2).
 
     g ← factor · gradient
     m ← β₁ m + (1 - β₁) g          v ← β₂ v + (1 - β₂) g²
     u = m̂ / (√v̂ + ε)              m̂ = m / (1 - β₁ᵗ), v̂ = v / (1 - β₂ᵗ), or m, v without correction
     x ← x - η (u + λ x)
 
-Without the bias correction this is the optimizer of google-research/bert. ``factor`` unscales and clips:
-it is a () fp32 tensor on the device, so that no step waits for the GPU. The kernel reads and writes
-everything once: 28 bytes an element with an fp16 gradient and an fp16 copy. All arithmetic is fp32; the
-square root and the quotient are the GPU's fast ones, at most two units in the last place off.
+Without bias correction, this is the optimizer of google-research/bert. ``factor`` unscales and clips the
+gradient. It is a () fp32 tensor on the device, so no step waits for the GPU. The kernel reads and writes
+everything once: 28 bytes per element with an fp16 gradient and an fp16 copy. All arithmetic is fp32. The
+square root and the quotient use the GPU's fast instructions, which err by at most two units in the last
+place.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from kernels.flat import BLOCKS, WARPS, Flat, Layout, Units, check, check_all, c
 
 @dataclass(frozen=True)
 class Moments:
-    """The constants of the moving averages, and of LAMB's trust ratios; ``step`` counts from 1."""
+    """The constants of the moving averages and of LAMB's trust ratios. Its methods count steps from 1."""
 
     beta1: float
     beta2: float
     epsilon: float
     bias_correction: bool
-    lower: float = 0.0  # bounds of the trust ratios, min_coeff and max_coeff of DeepSpeed's FusedLamb
+    lower: float = 0.0  # bounds of the trust ratios: min_coeff and max_coeff of DeepSpeed's FusedLamb
     upper: float = math.inf
 
     @property
     def bounded(self) -> bool:
-        """Whether a trust ratio can meet a bound."""
+        """Whether the trust ratios have a bound that can take effect."""
         return self.lower > 0 or self.upper < math.inf
 
     def corrections(self, step: int) -> tuple[float, float]:
-        """What m and v are divided by. Raises ValueError when ``step`` is below 1."""
+        """The divisors of m and v. Raises ValueError if ``step`` is below 1."""
         if step < 1:
-            raise ValueError(f"step is {step}: the first step is 1")
+            raise ValueError(f"step is {step}; it must be 1 or more")
         return (1 - self.beta1**step, 1 - self.beta2**step) if self.bias_correction else (1.0, 1.0)
 
     def constants(self, step: int) -> tuple[float, ...]:
-        """What the kernels compute with: the weights of m and g, of v and g², 1 / corrections, epsilon."""
+        """The kernels' constants: weights of m and g, weights of v and g², 1 / corrections, epsilon."""
         correct1, correct2 = self.corrections(step)
         weights = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         return *weights, 1 / correct1, 1 / correct2, self.epsilon
@@ -54,7 +55,7 @@ class Moments:
 def adam_direction(gradient: Tensor, mean: Tensor, square: Tensor, moments: Moments, step: int) -> Tensor:
     """Update ``mean`` and ``square`` in place and return the direction u.
 
-    All tensors fp32 of one shape. Raises ValueError when ``step`` is below 1.
+    All tensors are fp32 and have one shape. Raises ValueError if ``step`` is below 1.
     """
     moments.corrections(step)
     mean.mul_(moments.beta1).add_(gradient, alpha=1 - moments.beta1)
@@ -63,21 +64,21 @@ def adam_direction(gradient: Tensor, mean: Tensor, square: Tensor, moments: Mome
 
 
 def direction_of(mean: Tensor, square: Tensor, moments: Moments, step: int) -> Tensor:
-    """The direction u of moments that are up to date."""
+    """The direction u, from moments that already include this step's gradient."""
     correct1, correct2 = moments.corrections(step)
     root = (square / correct2).sqrt_().add_(moments.epsilon)
     return mean.div(root).div_(correct1)
 
 
 def adam_step(weight: Tensor, direction: Tensor, rate: float, decay: float) -> None:
-    """Move ``weight`` in place: ``x ← x - η (u + λ x)``. fp32, one shape."""
+    """Move ``weight`` in place: ``x ← x - η (u + λ x)``. Both tensors are fp32 and have one shape."""
     weight.sub_(direction.add(weight, alpha=decay), alpha=rate)
 
 
 def adam_update_reference(
     flat: Flat, gradient: Tensor, layout: Layout, moments: Moments, step: int, rate: float, factor: Tensor
 ) -> None:
-    """See ``adam_update``."""
+    """Do what ``adam_update`` does, in plain PyTorch."""
     for piece in layout.pieces:
         weight, mean, square = (cut(buffer, piece) for buffer in flat[:3])
         direction = adam_direction(cut(gradient, piece).float() * factor, mean, square, moments, step)
@@ -88,19 +89,19 @@ def adam_update_reference(
 
 @triton.jit
 def new_moments(g, m, v, constants):
-    """m and v after one more gradient; ``constants`` are ``Moments.constants``."""
+    """m and v after one more gradient. ``constants`` is ``Moments.constants``."""
     return m * constants[0] + g * constants[1], v * constants[2] + g * g * constants[3]
 
 
 @triton.jit
 def new_direction(m, v, constants):
-    """u of moments that are up to date."""
+    """The direction u, from moments that already include this step's gradient."""
     return m * constants[4] / (tl.sqrt(v * constants[5]) + constants[6])
 
 
 @triton.jit
 def _elements(master, gradient, mean, square, copy, at, mask, factor, rate, decay, constants, COPY: tl.constexpr):
-    """The step of the elements at ``at``."""
+    """Do Adam's step for the elements at ``at``."""
     g = tl.load(gradient + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * factor
     m = tl.load(mean + at, mask=mask, other=0.0, eviction_policy="evict_first")
     v = tl.load(square + at, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -116,7 +117,7 @@ def _elements(master, gradient, mean, square, copy, at, mask, factor, rate, deca
 
 @triton.jit
 def _adam_kernel(
-    master,  # (size,) fp32, as mean and square
+    master,  # (size,) fp32, like mean and square
     gradient,  # (size,) fp32, fp16 or bf16
     mean,
     square,
@@ -129,7 +130,7 @@ def _adam_kernel(
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # From the last unit to the first: the gradient's square sum has left the last ones in the cache.
+    # Go from the last unit to the first: the gradient's square sum has left the last units in the cache.
     unit = tl.num_programs(0) - 1 - tl.program_id(0)
     start, length = run(table, unit)
     decay, by = tl.load(decays + unit), tl.load(factor)
@@ -151,7 +152,7 @@ def step_units(
     rate: float,
     factor: Tensor,
 ) -> None:
-    """Adam's step for some units of a layout; Triton only."""
+    """Do Adam's step for some units of a layout. It runs on Triton only."""
     if len(units) == 0:
         return
     copy = flat.master if flat.copy is None else flat.copy
@@ -163,10 +164,10 @@ def step_units(
 def adam_update(
     flat: Flat, gradient: Tensor, layout: Layout, moments: Moments, step: int, rate: float, factor: Tensor
 ) -> None:
-    """One AdamW step over all pieces of a flat buffer, in place; ``flat.copy`` gets the rounded weights.
+    """Do one AdamW step over all pieces of a flat buffer, in place. ``flat.copy`` gets the rounded weights.
 
-    ``gradient`` (size,) fp32, fp16 or bf16; it is multiplied by ``factor``, () fp32, and not changed.
-    Raises ValueError for a step below 1 or buffers that do not fit the layout.
+    ``gradient`` (size,) is fp32, fp16 or bf16. The step uses it times ``factor``, () fp32, and does not change it.
+    Raises ValueError if ``step`` is below 1 or a buffer does not fit the layout.
     """
     check_all(flat, layout)
     check(gradient, layout, "gradient")

@@ -1,14 +1,16 @@
-"""Attention's kernels for sequences of any length below 2^31 / (3 N H), in tiles; softmax is taken online.
+"""Attention kernels that work in tiles with an online softmax, for any length below 2^31 / (3 N H).
 
-(Dao, "FlashAttention-2", 2023, algorithms 1 and 2.) Backward takes two passes: one a tile of queries, for
-their gradient, which leaves the row sums of out * d_out, and one a tile of keys, for theirs and the values'. So
-no gradient is shared by programs, and none needs atomics or carries partial sums through memory.
+(Dao, "FlashAttention-2", 2023, algorithms 1 and 2.) Backward has two passes. In the first, each program takes one
+tile of queries, computes their gradient, and stores the row sums of out * d_out. In the second, each program takes one
+tile of keys and computes the gradients of its keys and values. No two programs add to the same gradient, so neither
+pass needs atomics or partial sums in memory.
 
     P = softmax(Q K^T / sqrt(H)),  out = (D * P) V,  D = dropout's multiplier
     dV = (D * P)^T dO,  dS = P * (D * (dO V^T) - rowsum(out * dO)),  dQ = dS K / sqrt(H),  dK = dS^T Q / sqrt(H)
 
-The row sum equals rowsum(P * D * (dO V^T)), and halves take the shorter way to it. In fp32 its rounding would be the
-largest error, being another one than that of the terms it is taken off: there it is summed from these, in a pass more.
+The row sum equals rowsum(P * D * (dO V^T)). For fp16 and bf16 it is computed as rowsum(out * dO), which is cheaper. In
+fp32, that would be the largest error: it rounds differently from the terms that it is subtracted from. So fp32 sums
+those terms themselves, in one more pass.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from torch import Tensor
 from kernels import dropout
 from kernels.backend import tl, triton
 
-WIDEST = 128  # H
+WIDEST = 128  # the largest H
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _add_product(total, a, b):
-    """``total`` (M, H) fp32 + a (M, N) @ b (N, H). In fp32 the product is summed by itself: one chain of additions over
-    all tiles would err with a sequence's length. (Of a sum the compiler would make that chain; not of a difference.)
+    """Return ``total`` (M, H) fp32 + a (M, N) @ b (N, H).
+
+    For fp32 inputs, each product is summed separately and then added: in one chain of additions over all tiles, the
+    error would grow with the length of the sequence. The compiler would turn ``total + dot`` into that chain, but not
+    ``total - dot``.
     """
     if a.dtype == tl.float32:
         total = total - tl.dot(-a, b, input_precision="ieee")
@@ -47,13 +52,13 @@ def _attention_tiled_forward_kernel(
     lse,  # (N, T) fp32: log2 of the sum of 2^score
     tokens,  # T
     scale,  # 1 / sqrt(H)
-    site,  # this layer's dropout
-    cut,  # what drops: see dropout.kept
+    site,  # identifies this layer's dropout
+    cut,  # the dropout threshold: see dropout.kept
     gain,  # 1 / (1 - p)
     HEADS: tl.constexpr,  # N
     HEAD: tl.constexpr,  # H
     BLOCK_H: tl.constexpr,  # H, rounded up to a power of two
-    BLOCK_M: tl.constexpr,  # queries of a program
+    BLOCK_M: tl.constexpr,  # queries per program
     BLOCK_N: tl.constexpr,  # keys at a time
     DROPOUT: tl.constexpr,
 ):
@@ -86,7 +91,7 @@ def _attention_tiled_forward_kernel(
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
         if DROPOUT:
-            # Zero, unknown to the compiler: with a constant it rounds first, and selects among packed halves.
+            # gain * 0.0 hides the zero from the compiler. With a constant 0, it rounds first and selects packed halves.
             weights = tl.where(dropout.kept_spread(a, b, first, cut, BLOCK_N), weights, gain * 0.0)
         v = tl.load(k_at + HEADS * HEAD, mask=there[:, None] & wide, other=0.0)  # (N, H)
         mixed = _add_product(mixed * shrink[:, None], weights.to(v.dtype), v)
@@ -101,21 +106,21 @@ def _attention_tiled_forward_kernel(
 def _query_tile(
     q,  # (M, H)
     do,  # (M, H)
-    kv,  # where the sequence's keys of this head begin, (1, H)
-    values,  # how far beyond them its values are
-    stride,  # from a token to the next
+    kv,  # (1, H) pointers to the first key of the sequence, for this head
+    values,  # offset from a key to its value
+    stride,  # offset from a token to the next
     length,
-    wide,  # (1, H), columns that there are
+    wide,  # (1, H): mask of the columns below HEAD
     log_total,  # (M,) fp32
-    a,  # (M,) uint32, of dropout.row_keys, as b
+    a,  # (M,) uint32, from dropout.row_keys, like b
     b,
-    first,  # of the keys
+    first,  # the first key of the tile
     scale,
     cut,
     BLOCK_N: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """The weights, and their gradients less the gain, (M, N) fp32 each; the keys (N, H)."""
+    """Return the weights and their gradients without the gain, (M, N) fp32 each, and the keys (N, H)."""
     columns_n = first + dropout.spread(BLOCK_N)
     at, mask = kv + columns_n[:, None] * stride, (columns_n < length)[:, None] & wide
     k = tl.load(at, mask=mask, other=0.0)  # (N, H)
@@ -138,8 +143,8 @@ def _attention_tiled_query_kernel(
     d_qkv,  # (T, 3, N, H)
     cu_seqlens,  # (B + 1,) int32
     keys,  # (T, 2) int32; not read without DROPOUT
-    lse,  # (N, T) fp32, as forward left it
-    delta,  # (N, T) fp32, left here: the sum of out * d_out over H, less the gain
+    lse,  # (N, T) fp32, written by forward
+    delta,  # (N, T) fp32, written here: the sum of out * d_out over H, without the gain
     tokens,  # T
     scale,  # 1 / sqrt(H)
     site,
@@ -148,10 +153,10 @@ def _attention_tiled_query_kernel(
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # queries of a program
+    BLOCK_M: tl.constexpr,  # queries per program
     BLOCK_N: tl.constexpr,  # keys at a time
     DROPOUT: tl.constexpr,
-    EXACT: tl.constexpr,  # fp32
+    EXACT: tl.constexpr,  # sum the terms themselves, for fp32
 ):
     head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_seqlens + sequence)
@@ -171,7 +176,7 @@ def _attention_tiled_query_kernel(
     do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=mask, other=0.0)
     log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
     kv = qkv + base + HEADS * HEAD
-    a, b = queries, queries  # of no use without dropout
+    a, b = queries, queries  # placeholders, not read without dropout
     if DROPOUT:
         a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
     if EXACT:
@@ -190,7 +195,7 @@ def _attention_tiled_query_kernel(
         weights, d_weights, k = _query_tile(
             q, do, kv, HEADS * HEAD, ROW, length, wide, log_total, a, b, first, scale, cut, BLOCK_N, DROPOUT
         )
-        d_scores = (weights * (d_weights - mean[:, None])).to(q.dtype)  # (M, N), less the gain
+        d_scores = (weights * (d_weights - mean[:, None])).to(q.dtype)  # (M, N), without the gain
         dq = _add_product(dq, d_scores, k)
     tl.store(d_qkv + base + queries[:, None] * ROW, (dq * (scale * gain)).to(d_qkv.dtype.element_ty), mask=mask)
 
@@ -202,8 +207,8 @@ def _attention_tiled_key_kernel(
     d_qkv,  # (T, 3, N, H)
     cu_seqlens,  # (B + 1,) int32
     keys,  # (T, 2) int32; not read without DROPOUT
-    lse,  # (N, T) fp32, as forward left it
-    delta,  # (N, T) fp32: the sum of out * d_out over H, less the gain
+    lse,  # (N, T) fp32, written by forward
+    delta,  # (N, T) fp32: the sum of out * d_out over H, without the gain
     tokens,  # T
     scale,  # 1 / sqrt(H)
     site,
@@ -213,7 +218,7 @@ def _attention_tiled_key_kernel(
     HEAD: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,  # queries at a time
-    BLOCK_N: tl.constexpr,  # keys of a program
+    BLOCK_N: tl.constexpr,  # keys per program
     DROPOUT: tl.constexpr,
 ):
     head, sequence, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -239,36 +244,36 @@ def _attention_tiled_key_kernel(
         row = queries < length
         q = tl.load(qkv + base + queries[:, None] * ROW, mask=row[:, None] & wide, other=0.0)
         do = tl.load(d_out + o_base + queries[:, None] * (HEADS * HEAD), mask=row[:, None] & wide, other=0.0)
-        # A row beyond the end gets weights of 0. A column beyond it gets anything: its gradients are not stored.
+        # Rows past the end get weights of 0. Columns past the end get any weights: their gradients are not stored.
         log_total = tl.load(lse + stat + queries, mask=row, other=float("inf"))
         mean = tl.load(delta + stat + queries, mask=row, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (M, N)
         weights = tl.exp2(scores * (scale * LOG2_E) - log_total[:, None])
-        d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")  # (M, N), less the gain
+        d_weights = tl.dot(do, tl.trans(v), input_precision="ieee")  # (M, N), without the gain
         dropped = weights
         if DROPOUT:
             a, b = dropout.row_keys(keys, start + queries, row, site + head * dropout.HEAD_SITE)
             stays = dropout.kept_spread(a, b, tile * BLOCK_N, cut, BLOCK_N)
             dropped = tl.where(stays, weights, 0.0)
         dv = _add_product(dv, tl.trans(dropped.to(do.dtype)), do)
-        d_scores = (dropped * d_weights - weights * mean[:, None]).to(q.dtype)  # (M, N), less the gain
+        d_scores = (dropped * d_weights - weights * mean[:, None]).to(q.dtype)  # (M, N), without the gain
         dk = _add_product(dk, tl.trans(d_scores), q)
     tl.store(d_qkv + kv_at, (dk * (scale * gain)).to(d_qkv.dtype.element_ty), mask=kv_mask)
     tl.store(d_qkv + kv_at + HEADS * HEAD, (dv * gain).to(d_qkv.dtype.element_ty), mask=kv_mask)
 
 
 class _Launch(NamedTuple):
-    """How a kernel runs: a pure function of shape and dtype."""
+    """The launch configuration of one kernel, a pure function of shape and dtype."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    registers: int | None = None  # a thread's; fewer let two programs share a multiprocessor
+    registers: int | None = None  # per thread; with fewer, two programs can share a multiprocessor
 
 
 def _launches(size: int, dtype: torch.dtype) -> tuple[_Launch, _Launch, _Launch]:
-    """Of forward, the queries' pass and the keys' pass. Measured on an H100 (docs/lab.md)."""
+    """Launches of forward, the pass over queries and the pass over keys. Tuned on an H100 (docs/lab.md)."""
     if dtype == torch.float32:
         return (_Launch(32, 32, 4, 1),) * 3
     if size > 64:
@@ -294,7 +299,7 @@ def _constants(launch: _Launch, qkv: Tensor, dropout_p: float, keys: Tensor | No
 def forward(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, keys: Tensor | None, site: int
 ) -> tuple[Tensor, Tensor]:
-    """(out (T, N, H), lse (N, T) fp32) of contiguous ``qkv`` (T, 3, N, H)."""
+    """Return (out (T, N, H), lse (N, T) fp32) for contiguous ``qkv`` (T, 3, N, H)."""
     tokens, _, heads, size = qkv.shape
     out, lse = qkv.new_empty(tokens, heads, size), qkv.new_empty(heads, tokens, dtype=torch.float32)
     if out.numel() == 0:
@@ -318,7 +323,7 @@ def backward(
     keys: Tensor | None,
     site: int,
 ) -> Tensor:
-    """The gradient of ``qkv``, (T, 3, N, H), from that of out, (T, N, H) contiguous."""
+    """The gradient of ``qkv``, (T, 3, N, H), given the gradient of out, (T, N, H) and contiguous."""
     tokens, _, heads, size = qkv.shape
     d_qkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
     if d_qkv.numel() == 0:

@@ -1,8 +1,8 @@
-"""Says which implementation of the kernels runs, and why; the one file that imports Triton.
+"""Decides which implementation of the kernels runs, and says why. Only this file imports Triton.
 
-Every operation of this package exists twice: as a plain PyTorch reference, which is its specification
-and what CPUs run, and as Triton kernels, which GPUs run. Which of them does is asked here at each call:
-nothing falls back in silence.
+Every operation in this package has two implementations: a plain PyTorch reference, which is its
+specification and runs on CPUs, and Triton kernels, which run on GPUs. Each call asks this file which one
+to run. Nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _choice: ContextVar[str] = ContextVar("kernels", default="auto")
 
 
 class UnavailableError(RuntimeError):
-    """The kernels that are asked for cannot run here; the text says what to change."""
+    """The requested kernels cannot run here. The message says what to change."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What computes the kernels of this process; logged once, and the label of a metric."""
+    """The implementation that this process uses. It is logged once and exported as metric labels."""
 
     name: str  # "triton" or "torch"
-    reason: str  # why this one
-    apex: str  # what the import name "apex" stands for here
+    reason: str  # why this implementation was chosen
+    apex: str  # what ``import apex`` would import here
 
 
 def resolve(device: str) -> Backend:
-    """The backend of every function of this package for tensors on ``device``: "cuda" or "cpu".
+    """The backend of every function in this package for tensors on ``device``, "cuda" or "cpu".
 
-    Raises UnavailableError where Triton is asked for, or a GPU needs it, and it cannot run.
+    Raises UnavailableError if Triton is requested, or a GPU needs it, but cannot run.
     """
     name = _name(device)
     if name == "torch":
-        reason = "asked for" if _choice.get() == "torch" else f"the kernels are plain PyTorch on {device}"
+        reason = "requested" if _choice.get() == "torch" else f"the kernels are plain PyTorch on {device}"
     else:
         reason = f"Triton {triton.__version__}, {'in its interpreter' if _interpreted() else 'compiled'}"
     return Backend(name, reason, apex())
@@ -53,7 +53,7 @@ def resolve(device: str) -> Backend:
 
 @contextmanager
 def using(choice: str) -> Iterator[None]:
-    """Within it the kernels are those of ``choice``, one of CHOICES. Raises ValueError for another."""
+    """Use the kernels named by ``choice``, one of CHOICES, inside this context. Raises ValueError for any other."""
     if choice not in CHOICES:
         raise ValueError(f"kernels is {choice!r}; it must be one of {', '.join(CHOICES)}")
     token = _choice.set(choice)
@@ -64,7 +64,10 @@ def using(choice: str) -> Iterator[None]:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether ``x`` goes to a Triton kernel. Raises UnavailableError as ``resolve``, TypeError for its dtype."""
+    """Whether ``x`` goes to a Triton kernel.
+
+    Raises UnavailableError as ``resolve`` does, and TypeError if the kernels do not take the dtype.
+    """
     if _name(x.device.type) == "torch":
         return False
     if x.dtype not in DTYPES:
@@ -73,9 +76,9 @@ def fused(x: Tensor) -> bool:
 
 
 def apex() -> str:
-    """Whether NVIDIA Apex is installed. PyPI's package of that name is another one (a web toolkit).
+    """Whether NVIDIA Apex is installed. PyPI's package named apex is unrelated (a web toolkit).
 
-    Looks at files only: importing a wrong or broken package could fail or run foreign code.
+    This looks at files only, because importing a wrong or broken package could fail or run foreign code.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -87,9 +90,10 @@ def apex() -> str:
 
 
 def _import_triton() -> tuple[Any, Any, str]:
-    """(triton, triton.language, "" or why they are not there); then stand-ins that only let files import.
+    """Import Triton. Returns (triton, triton.language, "").
 
-    A broken or renamed Triton fails in more ways than ImportError; what the kernels use is asked for.
+    If Triton cannot be used, returns stand-ins that only let the kernel files import, and the error. A broken or
+    renamed Triton can fail in more ways than ImportError, so this also looks up the names that the kernels use.
     """
     try:
         import triton
@@ -112,7 +116,7 @@ def _name(device: str) -> str:
         return "torch"
     if TRITON_MISSING:
         raise UnavailableError(
-            f"the kernels need Triton on a GPU ({TRITON_MISSING}): install it, or set kernels to torch"
+            f"the kernels need Triton on a GPU ({TRITON_MISSING}): install Triton, or set kernels to torch"
         )
     if device != "cuda" and not _interpreted():
         raise UnavailableError(f"Triton does not run on {device}: set kernels to auto or torch, or TRITON_INTERPRET=1")

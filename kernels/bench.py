@@ -1,10 +1,11 @@
-"""Times every kernel, forward and backward, beside what a user could run instead: python -m kernels.bench
+"""Times every kernel, forward and backward, against what a user could run instead: python -m kernels.bench
 
-GPU time of a CUDA graph, so that no launch is waited for; medians; fp16, BERT-Large's shapes of 32,768 tokens,
-whose tensors are larger than the L2 cache. The floor is the longer of two times: the bytes that must be moved at
-the rate of a device copy, and the products at that of a matrix product of BERT's size, both measured first.
-Optimizers step over BERT-Large's 336 million fp32 parameters, timed without a graph, which not all of them can be in;
-ours unscales, takes the norm, clips and writes the fp16 copy as well, the others update only.
+Times are medians of the GPU time of a CUDA graph, which excludes launch overhead. Tensors are fp16, with BERT-Large's
+shapes for 32,768 tokens, which are larger than the L2 cache. The floor is the longer of two times: moving the necessary
+bytes at the rate of a device copy, and computing the matrix products at the rate of one product of BERT's size. Both
+rates are measured first. Optimizers step over BERT-Large's 336 million fp32 parameters and are timed without a graph,
+because some of them cannot be captured in one. Ours also unscales, takes the norm, clips, and writes the fp16 copy; the
+others only update.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ P = 0.1
 
 @dataclass(frozen=True)
 class Row:
-    """One operation: what moves, what is computed, our bar in ms, and who does it, forward and backward."""
+    """One operation: bytes moved, operations computed, our target in ms, and the contenders to time."""
 
     name: str
     moved: float  # bytes
     computed: float  # floating-point operations of matrix products
     bar: float | None
     contenders: dict[str, Callable[[], object]]  # "Lambert" first
-    graph: bool = True  # whether the GPU time is that of a CUDA graph
+    graph: bool = True  # whether to time it as a CUDA graph
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the card does at best."""
+    """The best rates of this GPU, as measured."""
 
-    bandwidth: float  # bytes a second, read and written, of a device copy
-    products: float  # floating-point operations a second of a matrix product
+    bandwidth: float  # bytes per second, read plus written, of a device copy
+    products: float  # floating-point operations per second of a matrix product
 
     def floor(self, row: Row) -> float:
-        """The least time of a row in ms."""
+        """The least possible time of a row, in ms."""
         return max(row.moved / self.bandwidth, row.computed / self.products) * 1e3
 
 
@@ -64,12 +65,12 @@ def _draw(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def _both(function: Callable[..., Tensor], inputs: list[Tensor], towards: Tensor) -> Callable[[], object]:
-    """A forward and a backward, for the gradients of all inputs."""
+    """Run forward, and backward for the gradients of all inputs."""
     return lambda: torch.autograd.grad(function(*inputs), inputs, towards)
 
 
 def _token_keys(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """(cumulative lengths, dropout keys) of sequences of these lengths."""
+    """Return (cumulative lengths, dropout keys) for sequences of these lengths."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     positions = torch.cat([torch.arange(length) for length in lengths])
     keys = dropout.token_keys(1, 2, torch.arange(len(lengths)), positions, cu_seqlens)
@@ -77,15 +78,15 @@ def _token_keys(lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _real_lengths(longest: int) -> list[int]:
-    """Lengths of some 32,768 tokens, evenly spread up to ``longest``: about half of it on average."""
+    """Uniformly drawn lengths up to ``longest``, half of it on average: about 32,768 tokens in all."""
     generator = torch.Generator().manual_seed(0)
     count = 2 * TOKENS // longest
     return torch.randint(8, longest + 1, (count,), generator=generator).tolist()
 
 
 def attention_row(lengths: list[int], bar: float | None) -> Row:
-    """Attention over sequences of these lengths; the libraries' dense forms run where all are equal."""
-    from torch.nn.attention.varlen import varlen_attn  # not everywhere where this file is only imported
+    """Attention over sequences of these lengths. The libraries' dense attention also runs if all are equal."""
+    from torch.nn.attention.varlen import varlen_attn  # imported here: not every machine that imports this file has it
 
     longest, size, tokens = max(lengths), HIDDEN // HEADS, sum(lengths)
     cu_seqlens, keys = _token_keys(lengths)
@@ -120,7 +121,7 @@ def attention_row(lengths: list[int], bar: float | None) -> Row:
 
 
 def layer_norm_row() -> Row:
-    """Dropout, residual and LayerNorm, with one gradient; in the model there are a bias and a second one, too."""
+    """Dropout, residual and LayerNorm with one gradient. The model also has a bias and a second gradient."""
     x, residual, weight, bias = _draw(TOKENS, HIDDEN), _draw(TOKENS, HIDDEN), _draw(HIDDEN), _draw(HIDDEN)
     _, keys = _token_keys([128] * (TOKENS // 128))
 
@@ -131,7 +132,7 @@ def layer_norm_row() -> Row:
         return F.layer_norm(residual + F.dropout(x, P), (HIDDEN,), weight, bias, 1e-12)
 
     inputs, towards = [x, residual, weight, bias], torch.randn_like(x)
-    moved = TOKENS * HIDDEN * 2 * (3 + 4)  # x, residual, out; d_out, what is normalised, d_x, d_residual
+    moved = TOKENS * HIDDEN * 2 * (3 + 4)  # x, residual, out; d_out, the normalized input, d_x, d_residual
     contenders = _three(ours, eager, inputs, towards)
     if liger := _installed("liger_kernel.transformers.functional", "liger_layer_norm"):
 
@@ -171,9 +172,9 @@ def cross_entropy_row() -> Row:
 
 
 def embedding_row() -> Row:
-    """Three tables, LayerNorm, dropout."""
+    """The sum of three table rows, LayerNorm and dropout."""
     generator = torch.Generator().manual_seed(0)
-    tokens = (VOCABULARY * torch.rand(TOKENS, generator=generator) ** 4).long().cuda()  # some words are frequent
+    tokens = (VOCABULARY * torch.rand(TOKENS, generator=generator) ** 4).long().cuda()  # some tokens are frequent
     segments, positions = torch.arange(TOKENS, device="cuda") // 64 % 2, torch.arange(TOKENS, device="cuda") % 128
     tables = [_draw(rows, HIDDEN) for rows in (VOCABULARY, 2, 512)]
     inputs = [*tables, _draw(HIDDEN), _draw(HIDDEN)]
@@ -193,7 +194,7 @@ def embedding_row() -> Row:
 
 
 def _parameters() -> list[tuple[Tensor, bool]]:
-    """BERT-Large's parameters, fp32, and which of them are decayed and adapted: the matrices."""
+    """BERT-Large's fp32 parameters, and whether each is a matrix: only matrices are decayed and adapted."""
     layer = [(3 * HIDDEN, HIDDEN), (3 * HIDDEN,), (HIDDEN, HIDDEN), *[(HIDDEN,)] * 3]
     layer += [(INTERMEDIATE, HIDDEN), (INTERMEDIATE,), (HIDDEN, INTERMEDIATE), *[(HIDDEN,)] * 3]
     tables, heads = [(VOCABULARY, HIDDEN), (2, HIDDEN), (512, HIDDEN)], [(HIDDEN, HIDDEN)] * 2 + [(VOCABULARY,)]
@@ -201,7 +202,7 @@ def _parameters() -> list[tuple[Tensor, bool]]:
 
 
 def _optimizer_step(flat: Flat, gradient: Tensor, pieces: list[Piece], adapted: bool) -> Callable[[], object]:
-    """The whole step of trainer/engine/optimizer.py on one rank, clipped at a global norm of 1."""
+    """The whole step of trainer/engine/optimizer.py on one rank, clipped to a global norm of 1."""
     layout, moments = make_layout(pieces, len(gradient), gradient.device), Moments(0.9, 0.999, 1e-6, True)
     rows = max(piece.row for piece in pieces) + 1
 
@@ -219,7 +220,7 @@ def _optimizer_step(flat: Flat, gradient: Tensor, pieces: list[Piece], adapted: 
 
 
 def optimizer_row(name: str, bar: float, theirs: dict[str, Callable[[list[Tensor]], Any] | None]) -> Row:
-    """A step of LAMB or Adam; ``theirs`` make an optimizer of the same parameters, None where it is not installed."""
+    """One step of LAMB or Adam. ``theirs`` build other optimizers of the same parameters, None if not installed."""
     named, at, pieces = _parameters(), 0, []
     for row, (tensor, matrix) in enumerate(named):
         pieces.append(Piece(at, tensor.numel(), 0.01 * matrix, row if matrix and name == "LAMB" else -1, True))
@@ -233,12 +234,12 @@ def optimizer_row(name: str, bar: float, theirs: dict[str, Callable[[list[Tensor
             for tensor in tensors:
                 tensor.grad = torch.randn_like(tensor)
             contenders[who] = make(tensors).step
-    again = 4 if name == "LAMB" else 0  # the weights, once more, when their tensor's norms are known
+    again = 4 if name == "LAMB" else 0  # the weights are read again once the norms of their tensor are known
     return Row(f"{name}, {at:,} parameters", at * (28 + again), 0, bar, contenders, graph=False)
 
 
 def _installed(module: str, name: str) -> Any:
-    """What a library calls so, if it is here: it is a contender, and nothing of Lambert needs it."""
+    """Return ``name`` from a library if it is installed. Lambert does not need it: it is only a contender."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -298,7 +299,7 @@ ROWS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def ceilings() -> Ceilings:
-    """The card's, measured: a copy of 2 GB, and a product of BERT-Large's in the middle of its sizes."""
+    """Measure the GPU: a device copy of 2 GB, and one of BERT-Large's medium-sized matrix products."""
     source = torch.empty(1 << 30, dtype=torch.half, device="cuda").normal_()
     target, time = torch.empty_like(source), triton.testing.do_bench
     copied = time(lambda: target.copy_(source), return_mode="median")
@@ -308,10 +309,10 @@ def ceilings() -> Ceilings:
 
 
 def report(row: Row, best: Ceilings) -> list[str]:
-    """The row's lines of the table: a contender each."""
+    """The table lines of a row, one per contender."""
     lines = []
     for name, run in row.contenders.items():
-        graph = row.graph and name != "Liger"  # which reads a number back
+        graph = row.graph and name != "Liger"  # Liger reads a number back, so it cannot be captured
         time = triton.testing.do_bench_cudagraph if graph else triton.testing.do_bench
         milliseconds = time(run, rep=100, return_mode="median")
         rate = f"{row.moved / milliseconds / 1e9:.2f} TB/s"
@@ -324,22 +325,22 @@ def report(row: Row, best: Ceilings) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, a row as soon as it is measured."""
-    about = "python -m kernels.bench: times every kernel beside others."
-    usage = argparse.SUPPRESS  # what is wrong takes one line
+    """Print the table, each row as soon as it is measured."""
+    about = "Time every kernel against the alternatives that a user could run."
+    usage = argparse.SUPPRESS  # so that an error takes one line
     parser = argparse.ArgumentParser("kernels.bench", description=about, usage=usage, allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="these kernels alone")
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="time only these kernels")
     names = parser.parse_args().only
     if not torch.cuda.is_available():
-        raise SystemExit("kernels.bench: error: no CUDA device: kernels are timed on a GPU only")
+        raise SystemExit("kernels.bench: error: no CUDA device: run this on a machine with a GPU")
     torch.manual_seed(0)
     best, card = ceilings(), torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, Triton {triton.__version__}, fp16")
+    print(f"device copy {best.bandwidth / 1e12:.2f} TB/s, matmul {best.products / 1e12:.0f} TFLOP/s; targets: H100\n")
     print(
-        f"device copy {best.bandwidth / 1e12:.2f} TB/s, matrix product {best.products / 1e12:.0f} TFLOP/s; bars: H100\n"
-    )
-    print(
-        "| kernel, forward + backward | who | ms | bar | rate | of the floor |\n|---|---|---|---|---|---|", flush=True
+        "| kernel, forward + backward | implementation | ms | target | rate | floor / time |\n"
+        "|---|---|---|---|---|---|",
+        flush=True,
     )
     for name in names:
         for row in ROWS[name]():

@@ -1,13 +1,14 @@
-"""Bias and GELU: gelu(x + bias), in its exact form or in the tanh approximation.
+"""Computes gelu(x + bias), in the exact form or the tanh approximation.
 
     "none":  gelu(u) = u / 2 * (1 + erf(u / sqrt(2)))
     "tanh":  gelu(u) = u / 2 * (1 + tanh(sqrt(2 / pi) * (u + 0.044715 u^3)))
 (Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2.) The two differ by up to 4.7e-4,
-so a model names the one it was trained with, and its export does too.
+so a model names the one it was trained with, and so does its export.
 
-``x`` (T, F), ``bias`` (F,). Computed in fp32. Kept for backward by the kernels: x and bias. The gradient of the
-bias is fp32 partial sums a stripe of rows, added in fixed order by a second kernel. So every result errs by
-the rounding of its own dtype, and at most twice as much as PyTorch's. By the reference: x + bias.
+``x`` is (T, F) and ``bias`` (F,). All arithmetic is fp32. The kernels keep x and bias for backward; the reference keeps
+x + bias. For the gradient of the bias, each program writes fp32 partial sums over a stripe of rows, and a second kernel
+adds them in a fixed order. So every result errs by the rounding of its own dtype, and at most twice as much as
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from kernels.partials import add_partials
 
 APPROXIMATIONS = ("none", "tanh")
 
-_STRIPE = 64  # rows of a backward program
+_STRIPE = 64  # rows per backward program
 
 
 def bias_gelu_reference(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    """(T, F) -> (T, F) in the dtype of ``x``."""
+    """Return gelu(x + bias), (T, F), in the dtype of ``x``."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.gelu(x.to(wide) + bias.to(wide), approximate=approximate).to(x.dtype)
 
@@ -37,9 +38,9 @@ def bias_gelu_reference(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
 def _share_and_slope(
     u,  # fp32
     TANH: tl.constexpr,
-    HALF: tl.constexpr,  # the results are rounded to fp16 or bf16
+    HALF: tl.constexpr,  # whether the results will be rounded to fp16 or bf16
 ):
-    """gelu(u) / u, which goes from 0 to 1, and its derivative."""
+    """Return gelu(u) / u, which rises from 0 to 1, and its derivative."""
     if TANH:  # (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)); the first factor is -2 * sqrt(2 / pi) * log2(e)
         fall = tl.exp2(-2.302208198 * tl.abs(u) * (1.0 + 0.044715 * u * u))  # never above 1
         above = 1.0 / (1.0 + fall)
@@ -47,9 +48,9 @@ def _share_and_slope(
         return tl.where(u < 0.0, fall * above, above), slope
     density = 0.3989422804014327 * tl.exp2(-0.7213475204444817 * u * u)  # exp(-u^2 / 2) / sqrt(2 pi)
     if HALF:
-        # The normal tail as density * Mills' ratio: erf takes more instructions than memory leaves time for. The
-        # ratio is a minimax polynomial in t, within 8.3e-6 of itself, 1/60 of fp16's rounding, up to |u| = 14: beyond
-        # it even u times the tail rounds to 0.
+        # Compute the tail of the normal distribution as density * Mills' ratio: erf takes so many instructions that
+        # the kernel would no longer be bound by memory. The ratio is a minimax polynomial in t, with a relative error
+        # of 8.3e-6 up to |u| = 14, 1/60 of fp16's rounding. Beyond that, even u times the tail rounds to 0.
         t = 1.0 / (1.0 + 0.3 * tl.abs(u))
         ratio = -0.19325338 * t + 0.54152020
         ratio = ratio * t - 0.04247670
@@ -67,8 +68,8 @@ def _bias_gelu_forward_kernel(
     out,  # (T, F)
     tokens,  # T
     WIDTH: tl.constexpr,  # F
-    BLOCK: tl.constexpr,  # columns of a program
-    ROWS: tl.constexpr,  # rows of a program
+    BLOCK: tl.constexpr,  # columns per program
+    ROWS: tl.constexpr,  # rows per program
     TANH: tl.constexpr,
 ):
     TILES: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -89,12 +90,12 @@ def _bias_gelu_backward_kernel(
     x,  # (T, F)
     bias,  # (F,)
     d_x,  # (T, F)
-    partials,  # (1, ceil(T / STRIPE), F) fp32, or None: the gradient of the bias
+    partials,  # (1, ceil(T / STRIPE), F) fp32: partial gradients of the bias; None if not needed
     tokens,  # T
     WIDTH: tl.constexpr,  # F
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK: tl.constexpr,  # columns per program
     ROWS: tl.constexpr,  # rows at a time
-    STRIPE: tl.constexpr,  # rows of a program
+    STRIPE: tl.constexpr,  # rows per program
     TANH: tl.constexpr,
 ):
     TILES: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
@@ -131,7 +132,7 @@ def _forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
 def _backward(
     d_out: Tensor, x: Tensor, bias: Tensor, approximate: str, needed: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and, if it is ``needed``, of the bias."""
+    """The gradient of x, and the gradient of the bias if it is ``needed``."""
     tokens, width = x.shape
     d_x = torch.empty_like(x)
     if not x.numel():
@@ -147,7 +148,7 @@ def _backward(
 
 
 def _tile(width: int, rows: int) -> tuple[int, int]:
-    """(columns, rows) of a program: a row of 1,024 columns gives each thread of 4 warps 8, which is 16 bytes."""
+    """(columns, rows) per program. With 1,024 columns, each thread of 4 warps takes 8: 16 bytes in fp16."""
     block = min(1024, max(16, triton.next_power_of_2(width)))
     return block, min(32, rows * 1024 // block)
 
@@ -168,10 +169,10 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """gelu(x + bias) of ``x`` (T, F) and ``bias`` (F,). Raises ValueError if an argument does not fit."""
+    """Return gelu(x + bias) for ``x`` (T, F) and ``bias`` (F,). Raises ValueError if an argument does not fit."""
     if x.dim() != 2 or bias.shape != x.shape[1:] or bias.dtype != x.dtype:
         seen = f"x {x.dtype} {tuple(x.shape)}, bias {bias.dtype} {tuple(bias.shape)}"
-        raise ValueError(f"bias_gelu got {seen}; they must be (T, F) and (F,) of one dtype")
+        raise ValueError(f"bias_gelu got {seen}; they must be (T, F) and (F,), of one dtype")
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"bias_gelu got approximate {approximate!r}; it must be one of {APPROXIMATIONS}")
     if fused(x):

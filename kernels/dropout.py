@@ -1,24 +1,24 @@
-"""Dropout whose mask is a pure function of where an element stands, not of how often a generator was called.
+"""Dropout whose mask is a pure function of an element's identity, not of the state of a random generator.
 
-An element is named by (run seed, optimizer step, sample number, position, site, head, column). The mask
-is therefore the same under any cut of a global batch into micro-batches and ranks, and backward, or a
-recomputed forward, makes it again instead of keeping it.
+An element is identified by (run seed, optimizer step, sample number, position, site, head, column). So the
+mask does not depend on how a global batch is cut into micro-batches and ranks, and backward or a recomputed
+forward generates it again instead of storing it.
 
-Three stages, from strong and rare to cheap and frequent, all in wrap-around integer arithmetic with
-logical right shifts, so that a GPU kernel repeats the last two in uint32 bit for bit:
+The mask is hashed in three stages, from strong and rare to cheap and frequent. All use wrap-around integer
+arithmetic with logical right shifts, so a GPU kernel can repeat the last two in uint32 bit for bit:
 
-1. ``token_keys``, once a micro-batch: (seed, step, sample, position) -> 64 bits a token, by the finaliser
-   of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
-   figure 17), chained: h = mix64((h ^ part) + GAMMA).
-2. a row key (a, b) a token and site: a = mix32(key[0] + site * STEP_A), b = mix32(key[1] + site * STEP_B);
-   mix32 is C. Wellons' ``lowbias32`` ("Prospecting for hash functions", 2018). Attention has a row a
-   head: its site is ``site + head * HEAD``.
-3. two words for columns 4j to 4j + 3: mix32 of j * STEP_A + a, with b added after the first multiplication; the
-   second word has OTHER for the last multiplier. Word i's low half decides about column 4j + 2i, its high half
-   about the next: an element is kept if its half, read as a signed 16-bit number, is at least
-   round(p * 65536) - 32768.
+1. ``token_keys`` runs once per micro-batch. It hashes (seed, step, sample, position) to 64 bits per token with
+   the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
+   2014, figure 17), chained: h = mix64((h ^ part) + GAMMA).
+2. Each token and site gets a row key (a, b): a = mix32(key[0] + site * STEP_A), b = mix32(key[1] + site *
+   STEP_B). mix32 is C. Wellons' ``lowbias32`` ("Prospecting for hash functions", 2018). In attention, each head
+   has its own row, with the site ``site + head * HEAD``.
+3. Columns 4j to 4j + 3 share two words. Each is mix32 of j * STEP_A + a, with b added after the first
+   multiplication; the second word uses OTHER as the last multiplier. The low half of word i decides column
+   4j + 2i, the high half decides the next column. An element is kept if its half, read as a signed 16-bit
+   number, is at least round(p * 65536) - 32768.
 
-So p is quantised to 1/65536, and the scale 1 / (1 - p) uses the quantised p: the expectation is exact.
+So p is quantized to 1/65536. The scale 1 / (1 - p) uses the quantized p, so the expectation is exact.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from torch import Tensor
 
 from kernels.backend import tl, triton
 
-HEAD = 1 << 16  # added to an attention's site once a head; plain sites are below it
-HEAD_SITE = tl.constexpr(HEAD)  # the same, for a kernel
+HEAD = 1 << 16  # the step between the sites of attention's heads; all other sites are below it
+HEAD_SITE = tl.constexpr(HEAD)  # the same, for kernels
 
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # constants as signed numbers, as torch's integers are
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # constants are signed because torch's integers are
 _MIX64 = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _MIX32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
-# The second word's multiplier, of Wellons' ``triple32``. Over all h, at p of 0.1 to 0.5, any pattern of four columns
-# comes within 1e-3 of its share; below, four dropped at once part further from p^4, pairs do not.
+# The multiplier for the second word, from Wellons' ``triple32``. Over all h, for p from 0.1 to 0.5, the frequency of
+# any pattern of four columns is within 1e-3 of its expected value. For smaller p, the frequency of dropping all four
+# is further from p^4, but the frequency of dropping a pair is not.
 _OTHER = 0xAC4C1B51 - (1 << 32)
 _STEP_A = 0x9E3779B9 - (1 << 32)
 _STEP_B = 0x85EBCA6B - (1 << 32)
 
 
 def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The dropout keys of a micro-batch's tokens for one optimizer step.
+    """The dropout keys of a micro-batch's tokens in one optimizer step.
 
-    ``samples`` (B,) int64 are sample numbers in the run's order, ``positions`` (T,) int64 count inside
-    each sequence, ``cu_seqlens`` (B + 1,) int32 are cumulative lengths. Returns (T, 2) int32.
+    ``samples`` (B,) int64 are sample numbers in the run's order. ``positions`` (T,) int64 count from 0 in each
+    sequence. ``cu_seqlens`` (B + 1,) int32 are cumulative lengths. Returns (T, 2) int32.
     """
     run = torch.full((1,), _wrap(seed, 64), dtype=torch.int64, device=samples.device)
     run = _mix64(_mix64(run.add_(_GAMMA)).bitwise_xor_(step).add_(_GAMMA))  # (1,)
@@ -55,23 +56,23 @@ def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor, cu_seql
 
 
 def keep(keys: Tensor, site: int | Tensor, columns: int, p: float) -> Tensor:
-    """The mask, (..., columns) bool, of rows with ``keys`` (..., 2) int32: True where an element stays.
+    """The mask, (..., columns) bool, for rows with ``keys`` (..., 2) int32: True where an element is kept.
 
-    ``site`` is an int, or an int32 tensor that broadcasts against the rows: attention's, a head each.
+    ``site`` is an int, or an int32 tensor that broadcasts against the rows, such as attention's sites per head.
     """
     return _halves(keys, site, columns) >= threshold(p) - 32768
 
 
 def multiplier(keys: Tensor, site: int | Tensor, columns: int, p: float, dtype: torch.dtype) -> Tensor:
-    """What ``apply`` multiplies by, (..., columns): 0 where dropped, 1 / (1 - p) where kept."""
+    """The factors that ``apply`` uses, (..., columns): 0 where dropped, 1 / (1 - p) where kept."""
     cut = threshold(p)
-    # Comparing in place stays int16: torch vectorises that on CPUs, and not a comparison that gives bools.
+    # An in-place comparison stays int16. On CPUs, torch vectorizes it, but not a comparison that returns bools.
     kept = _halves(keys, site, columns).ge_(cut - 32768)
     return kept.to(dtype).mul_(65536 / (65536 - cut))
 
 
 def apply(x: Tensor, keys: Tensor | None, site: int | Tensor, p: float) -> Tensor:
-    """Dropout of ``x`` (..., C) with ``keys`` (..., 2) int32; no keys (evaluation) or p = 0 returns ``x``."""
+    """Apply dropout to ``x`` (..., C) with ``keys`` (..., 2) int32. Return ``x`` if keys is None or p is 0."""
     if keys is None or p == 0:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -79,13 +80,13 @@ def apply(x: Tensor, keys: Tensor | None, site: int | Tensor, p: float) -> Tenso
 
 
 def check_keys(keys: Tensor | None, tokens: int) -> None:
-    """Raises ValueError unless there are no keys or (tokens, 2) int32 ones."""
+    """Raise ValueError unless ``keys`` is None or (tokens, 2) int32."""
     if keys is not None and (keys.shape != (tokens, 2) or keys.dtype != torch.int32):
         raise ValueError(f"dropout keys are {keys.dtype} {tuple(keys.shape)}; they must be int32 ({tokens}, 2)")
 
 
 def threshold(p: float) -> int:
-    """The p of 65536 equal chances that drop an element. ValueError if ``p`` leaves nothing to keep."""
+    """``p`` as a number of 65536ths. Raises ValueError if ``p`` is negative or would drop everything."""
     cut = round(p * 65536)
     if not 0 <= cut < 65536:
         raise ValueError(f"dropout is {p}; it must be at least 0 and below 1")
@@ -95,40 +96,42 @@ def threshold(p: float) -> int:
 @triton.jit
 def row_keys(
     keys,  # (T, 2) int32
-    rows,  # any shape of T's
-    mask,  # of rows: False reads nothing
-    site,  # int: this dropout's, with a head's part
+    rows,  # row numbers below T, of any shape
+    mask,  # like rows: where it is False, nothing is read
+    site,  # int: the site, including a head's offset
 ):
-    """Stage 2 in a kernel: (a, b) uint32 of the shape of ``rows``."""
+    """Stage 2 in a kernel. Returns (a, b), uint32, in the shape of ``rows``."""
     a = tl.load(keys + rows * 2, mask=mask, other=0).to(tl.uint32, bitcast=True)
     b = tl.load(keys + rows * 2 + 1, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    site = (rows * 0 + site).to(tl.uint32)  # a tensor, also where the launcher made a constant of it
+    site = (rows * 0 + site).to(tl.uint32)  # a tensor, even if the launcher made it a constant
     return mix32(a + site * 0x9E3779B9), mix32(b + site * 0x85EBCA6B)
 
 
 @triton.jit
 def kept(
     a,  # (M,) uint32, from row_keys
-    b,  # (M,) uint32, likewise
+    b,  # (M,) uint32, from row_keys
     first,  # the first column, a multiple of four
     cut,  # int: (threshold(p) - 32768) * 65536
-    COLUMNS: tl.constexpr,  # how many, a power of two, at least four
+    COLUMNS: tl.constexpr,  # their number: a power of two, 4 or more
 ):
-    """Stage 3 in a kernel: (M, COLUMNS), True where an element stays."""
+    """Stage 3 in a kernel. Returns (M, COLUMNS), True where an element is kept."""
     return numbers(a, b, first, COLUMNS).reshape(a.shape[0], COLUMNS) >= cut
 
 
 @triton.jit
 def kept_spread(a, b, first, cut, COLUMNS: tl.constexpr):
-    """The same of columns ``first + spread(COLUMNS)``, in that order."""
+    """Like ``kept``, for the columns ``first + spread(COLUMNS)``, in that order."""
     own = numbers(a, b, first, COLUMNS).reshape(a.shape[0], COLUMNS // 16, 4, 2, 2)
     return tl.permute(own, 0, 1, 3, 2, 4).reshape(a.shape[0], COLUMNS) >= cut
 
 
 @triton.jit
 def spread(COLUMNS: tl.constexpr):
-    """(COLUMNS,) int32: 0 to COLUMNS - 1, sixteen at a time in the order in which columns 4j to 4j + 3 stand at
-    2j, 2j + 1, 2j + 8 and 2j + 9: one thread holds these of a tensor core's product, and makes one hash for them.
+    """A permutation of 0 to COLUMNS - 1, (COLUMNS,) int32, that gives each thread four columns with one hash.
+
+    Within each group of sixteen, columns 4j to 4j + 3 are at places 2j, 2j + 1, 2j + 8 and 2j + 9, which one thread
+    holds in a tensor core's product.
     """
     at = tl.arange(0, COLUMNS)
     return (at & -16) + (at & 6) * 2 + (at & 8) // 4 + (at & 1)
@@ -136,32 +139,32 @@ def spread(COLUMNS: tl.constexpr):
 
 @triton.jit
 def numbers(a, b, first, COLUMNS: tl.constexpr):
-    """What stage 3 compares with ``cut``, (M, COLUMNS / 4, 2, 2) int32; below the halves stands what cannot matter."""
+    """What stage 3 compares with ``cut``, (M, COLUMNS / 4, 2, 2) int32: halves in the upper 16 bits, noise below."""
     fours = (first // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32) * 0x9E3779B9
     h = fours[None, :] + a[:, None]
     h = (h ^ (h >> 16)) * 0x7FEB352D + b[:, None]
     h = h ^ (h >> 15)  # (M, COLUMNS / 4)
     words = tl.join(h * 0x846CA68B, h * 0xAC4C1B51)
-    # The last step of mix32 changes the low half alone, which is brought on top.
+    # The last step of mix32 changes only the low half. Do it while shifting that half to the top.
     return tl.join(words ^ (words << 16), words).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def mix32(h):
-    """lowbias32 of uint32 ``h``."""
+    """Return lowbias32 of ``h``, uint32."""
     h = (h ^ (h >> 16)) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return h ^ (h >> 16)
 
 
 def kernel_constants(keys: Tensor | None, p: float) -> tuple[int, float]:
-    """(``cut`` of ``kept``, the scale of what is kept); no keys or p = 0 keeps all, as it is."""
+    """Return (``cut`` for ``kept``, the scale of kept elements). No keys or p = 0 keeps everything, unscaled."""
     cut = 0 if keys is None else threshold(p)
     return (cut - 32768) * 65536, 65536 / (65536 - cut)
 
 
 def _halves(keys: Tensor, site: int | Tensor, columns: int) -> Tensor:
-    """Stages 2 and 3: (..., columns) int16, uniform over all 65,536 values."""
+    """Stages 2 and 3. Returns (..., columns) int16, uniform over all 65,536 values."""
     if keys.dtype != torch.int32 or keys.shape[-1] != 2:
         raise ValueError(f"dropout keys are {keys.dtype} {tuple(keys.shape)}; they must be int32 (..., 2)")
     steps = (_STEP_A, _STEP_B)
@@ -175,12 +178,12 @@ def _halves(keys: Tensor, site: int | Tensor, columns: int) -> Tensor:
 
 
 def _mix32(h: Tensor) -> Tensor:
-    """lowbias32 of int32 ``h``, in place."""
+    """Apply lowbias32 to ``h``, int32, in place."""
     return _xor_shift(_half_mixed(h, None).mul_(_MIX32[1]), 16, 32)
 
 
 def _half_mixed(h: Tensor, key: Tensor | None) -> Tensor:
-    """Its steps before the last multiplication, with ``key`` added after the first one."""
+    """The steps of lowbias32 before the last multiplication, with ``key`` added after the first one."""
     h = _xor_shift(h, 16, 32).mul_(_MIX32[0])
     if key is not None:
         h.add_(key)
@@ -188,18 +191,18 @@ def _half_mixed(h: Tensor, key: Tensor | None) -> Tensor:
 
 
 def _mix64(h: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64 ``h``, in place."""
+    """Apply the finalizer of SplitMix64 to ``h``, int64, in place."""
     h = _xor_shift(h, 30, 64).mul_(_MIX64[0])
     h = _xor_shift(h, 27, 64).mul_(_MIX64[1])
     return _xor_shift(h, 31, 64)
 
 
 def _wrap(value: int, bits: int) -> int:
-    """``value`` as a signed number of so many bits."""
+    """Return ``value`` wrapped to a signed number of ``bits`` bits."""
     half = 1 << (bits - 1)
     return (value + half) % (2 * half) - half
 
 
 def _xor_shift(h: Tensor, by: int, bits: int) -> Tensor:
-    """h ^= h >>> by, in place; torch shifts signed numbers arithmetically, so the sign's copies are cut."""
+    """h ^= h >>> by, in place. Torch's shift copies the sign bit of signed numbers, so the copies are masked out."""
     return h.bitwise_xor_((h >> by).bitwise_and_((1 << (bits - by)) - 1))

@@ -1,15 +1,17 @@
-"""BERT's input: the sum of three table rows a token, LayerNorm, dropout.
+"""Computes BERT's input: the sum of three table rows per token, then LayerNorm, then dropout.
 
     sum[t] = token_table[tokens[t]] + segment_table[segments[t]] + position_table[positions[t]]
-    out = dropout(LayerNorm(sum))      (Devlin et al., "BERT", 2019, figure 2.)
+    out = dropout(LayerNorm(sum))      (Devlin et al., "BERT", 2019, figure 2)
 
-Kept for backward by the kernels: the index rows, and each row's mean and 1 / standard deviation in fp32; the sum and
-the dropout mask are made again. The gradient of the sum is rounded to the tables' dtype, as PyTorch does. The tables'
-gradients are one reduction without atomics: all indices, numbered through the tables, are sorted once (stably), and
-each run of equal ones is added in fp32, a chunk of the sorted order a program. Where a run leaves its chunk ([SEP]
-has thousands), a second kernel adds the parts. The order of every sum depends on the indices alone. So a result errs
-by roundings of its dtype, at most twice as much as PyTorch's. By the reference: the index rows, the sum, its mean and
-1 / standard deviation a row, and the dropout multiplier.
+For backward, the kernels keep the indices, and each row's mean and 1 / standard deviation in fp32. They compute the sum
+and the dropout mask again. The reference keeps the indices, the sum, its mean and 1 / standard deviation per row, and
+the dropout multiplier.
+
+The gradient of the sum is rounded to the dtype of the tables, as PyTorch does. The gradients of the tables are one
+reduction without atomics. All indices, numbered consecutively over the three tables, are sorted once with a stable
+sort. Each program adds a chunk of the sorted order in fp32, one sum per run of equal indices. If a run spans several
+chunks ([SEP] occurs thousands of times), a second kernel adds the parts. The order of every sum depends only on the
+indices. So a result errs by the roundings of its dtype, and at most twice as much as PyTorch's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from kernels.first_derivative import first_derivative_only
 from kernels.layer_norm import Launch, Mask, gradient_of_z, layer_norm_reference, normalised
 from kernels.partials import add_partials
 
-_Tensors = tuple[Tensor, ...]  # three: of tokens, segments and positions, where nothing else is said
+_Tensors = tuple[Tensor, ...]  # three unless stated otherwise: for tokens, segments and positions
 
 
 def embed_reference(
@@ -36,7 +38,7 @@ def embed_reference(
     bias: Tensor,  # (D,)
     eps: float,
 ) -> Tensor:  # (T, D)
-    """Everything but the dropout, in the dtype of the tables."""
+    """Compute everything except the dropout, in the dtype of the tables."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     token, segment, position = (F.embedding(i, t).to(wide) for i, t in zip(indices, tables, strict=True))
     return layer_norm_reference(token + segment + position, weight, bias, eps)
@@ -48,11 +50,11 @@ def _table_rows(
     table,  # (COUNT, D)
     count,  # rows of the table
     rows,  # (M,)
-    there,  # (M,)
+    there,  # (M,): whether a row is below T
     columns,  # (1, BLOCK)
     WIDTH: tl.constexpr,
 ):
-    """(M, BLOCK) fp32; NaN for an index that has no row: it must not read what is beside the table."""
+    """Load (M, BLOCK) fp32. An index out of range gives NaN and reads nothing."""
     index = tl.load(indices + rows, mask=there, other=0)
     has = (index >= 0) & (index < count)
     mask = (there & has)[:, None] & (columns < WIDTH)
@@ -70,20 +72,20 @@ def _embedding_forward_kernel(
     position_table,  # (rows, D)
     weight,  # (D,)
     bias,  # (D,)
-    keys,  # (T, 2) int32 or None: no dropout
+    keys,  # (T, 2) int32; None for no dropout
     out,  # (T, D)
-    statistics,  # (2, T) fp32: means, 1 / standard deviations
+    statistics,  # (2, T) fp32: means, and 1 / standard deviations
     count,  # T
-    token_count,  # rows of each table
+    token_count,  # the number of rows of each table
     segment_count,
     position_count,
     eps,
-    site,  # this dropout's
-    cut,  # what drops: see dropout.kept
+    site,  # identifies this dropout
+    cut,  # the dropout threshold: see dropout.kept
     gain,  # 1 / (1 - p)
     WIDTH: tl.constexpr,  # D
     BLOCK: tl.constexpr,  # D, rounded up to a power of two
-    ROWS: tl.constexpr,  # rows of a program
+    ROWS: tl.constexpr,  # rows per program
 ):
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < WIDTH
@@ -115,10 +117,10 @@ def _embedding_backward_kernel(
     segment_table,  # (rows, D)
     position_table,  # (rows, D)
     weight,  # (D,)
-    keys,  # (T, 2) int32 or None: no dropout
-    statistics,  # (2, T) fp32, as forward left them
+    keys,  # (T, 2) int32; None for no dropout
+    statistics,  # (2, T) fp32, written by forward
     d_sum,  # (T, D): the gradient of the sum of three rows
-    partials,  # (2, programs, D) fp32: the gradients of weight and bias
+    partials,  # (2, programs, D) fp32: partial gradients of weight and bias
     count,  # T
     token_count,
     segment_count,
@@ -162,14 +164,14 @@ def _embedding_backward_kernel(
 @triton.jit
 def _embedding_runs_kernel(
     d_sum,  # (T, D)
-    sorted_rows,  # (E,) int32: rows of all tables in one count, E = 3T
-    order,  # (E,) int64: where each of them stood before the sort
-    grads,  # (R, D), zeros: the gradients of all tables
-    ends,  # (2, ceil(E / CHUNK), D) fp32: the part of a run from the chunk before; that which goes on in the next
+    sorted_rows,  # (E,) int32: sorted row numbers, consecutive over all tables; E = 3T
+    order,  # (E,) int64: the place of each before the sort
+    grads,  # (R, D), zeros at first: the gradients of all tables
+    ends,  # (2, ceil(E / CHUNK), D) fp32: sums of runs that began in an earlier chunk, or continue in the next one
     count,  # T
     row_count,  # R
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK: tl.constexpr,  # columns per program
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
@@ -178,17 +180,17 @@ def _embedding_runs_kernel(
     start = chunk * CHUNK
     stop = tl.minimum(start + CHUNK, 3 * count)
     row = tl.load(sorted_rows + start)
-    begun = tl.load(sorted_rows + start - 1, mask=start > 0, other=-1) != row  # here, not in a chunk before
+    begun = tl.load(sorted_rows + start - 1, mask=start > 0, other=-1) != row  # whether the run began in this chunk
     token = tl.load(order + start).to(tl.int32) % count
     values = tl.load(d_sum + token.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
-    lost = tl.zeros((BLOCK,), tl.float32)  # by rounding: Kahan's sum, for one by one is the worst order
+    lost = tl.zeros((BLOCK,), tl.float32)  # what rounding lost (Kahan summation): adding one by one is the worst order
     for entry in range(start, stop):
         added = values.to(tl.float32) - lost
         larger = total + added
         lost = (larger - total) - added
         total = larger
-        # The next values are asked for before these are dealt with.
+        # Load the next values before using the current ones.
         token = tl.load(order + entry + 1, mask=entry + 1 < stop, other=0).to(tl.int32) % count
         values = tl.load(d_sum + token.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
         after = tl.load(sorted_rows + entry + 1, mask=entry + 1 < 3 * count, other=-1)
@@ -207,12 +209,12 @@ def _embedding_runs_kernel(
 @triton.jit
 def _embedding_long_runs_kernel(
     sorted_rows,  # (E,) int32
-    ends,  # (2, ceil(E / CHUNK), D) fp32, as _embedding_runs_kernel left them
+    ends,  # (2, ceil(E / CHUNK), D) fp32, written by _embedding_runs_kernel
     grads,  # (R, D)
     count,  # T
     row_count,  # R
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK: tl.constexpr,  # columns per program
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,  # chunks at a time
 ):
@@ -222,7 +224,7 @@ def _embedding_long_runs_kernel(
     row = tl.load(sorted_rows + (chunk + 1) * CHUNK, mask=chunk + 1 < chunks, other=-1)
     last = tl.load(sorted_rows + (chunk + 1) * CHUNK - 1, mask=chunk + 1 < chunks, other=-1)
     before = tl.load(sorted_rows + chunk * CHUNK - 1, mask=chunk > 0, other=-1)
-    # A program for each run that begins in this chunk and goes on in the next.
+    # One program handles the run that begins in this chunk and continues in the next, if there is one.
     if (row == last) & (row != before) & (row >= 0) & (row < row_count):
         total = tl.load(ends + (chunks + chunk).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
         parts = chunk + 1 + tl.arange(0, PARTS)
@@ -238,7 +240,7 @@ def _embedding_long_runs_kernel(
 def _forward(
     indices: _Tensors, tables: _Tensors, norm: _Tensors, eps: float, keys: Tensor | None, mask: Mask
 ) -> tuple[Tensor, Tensor]:
-    """(out (T, D), statistics (2, T) fp32)."""
+    """Return (out (T, D), statistics (2, T) fp32)."""
     count, width = indices[0].numel(), norm[0].numel()
     out, statistics = norm[0].new_empty(count, width), norm[0].new_empty(2, count, dtype=torch.float32)
     if out.numel():
@@ -251,7 +253,7 @@ def _forward(
 
 
 def _backward(d_out: Tensor, indices: _Tensors, tables: _Tensors, rest: tuple[Any, ...], mask: Mask) -> _Tensors:
-    """The gradients of the sum (T, D), of weight and of bias."""
+    """The gradients of the sum, (T, D), of weight, and of bias."""
     weight, keys, statistics = rest
     count, width = d_out.shape
     d_sum = torch.empty_like(d_out)
@@ -269,9 +271,9 @@ def _backward(d_out: Tensor, indices: _Tensors, tables: _Tensors, rest: tuple[An
 
 
 def table_gradients(d_sum: Tensor, indices: _Tensors, rows: tuple[int, ...], chunk: int = 128) -> tuple[Tensor, ...]:
-    """The gradients of the three tables, (rows, D) each: for every row the sum of its tokens' ``d_sum`` (T, D).
+    """The gradients of the three tables, (rows, D) each: for each row, the sum of its tokens' ``d_sum`` (T, D).
 
-    A program adds ``chunk`` rows of ``d_sum``, in the order of the sorted indices.
+    Each program adds ``chunk`` rows of ``d_sum``, in the order of the sorted indices.
     """
     count, width = d_sum.shape
     grads = d_sum.new_zeros(sum(rows), width)
@@ -292,7 +294,7 @@ def table_gradients(d_sum: Tensor, indices: _Tensors, rows: tuple[int, ...], chu
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """``arguments`` are those of ``embed``, in its order."""
+        """Run the kernel. ``arguments`` are those of ``embed``, in the same order."""
         *given, eps, dropout_p, keys, site = arguments
         tensors = tuple(t.contiguous() for t in given)
         keys = None if keys is None or dropout_p == 0 else keys.contiguous()
@@ -327,21 +329,21 @@ def embed(
     keys: Tensor | None = None,
     site: int = 0,
 ) -> Tensor:
-    """The encoder's input (T, D), in the dtype of the tables.
+    """Return the encoder's input (T, D), in the dtype of the tables.
 
-    ``tokens``, ``segments``, ``positions`` are (T,) int64, the tables (rows, D), ``weight`` and ``bias`` of
-    the LayerNorm (D,); ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation; ``site``
-    names this dropout. Raises ValueError if shapes or dtypes do not fit. If an index has no row, the
-    reference raises IndexError, and the kernels give NaN.
+    ``tokens``, ``segments`` and ``positions`` are (T,) int64, the tables (rows, D), and the LayerNorm's ``weight``
+    and ``bias`` (D,). ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation; ``site`` identifies
+    this dropout. Raises ValueError if shapes or dtypes do not fit. For an index out of range, the reference raises
+    IndexError, and the kernels give NaN.
     """
     indices, tables = (tokens, segments, positions), (token_table, segment_table, position_table)
     if tokens.dim() != 1 or any(i.shape != tokens.shape or i.dtype != torch.int64 for i in indices):
         seen = ", ".join(f"{i.dtype} {tuple(i.shape)}" for i in indices)
-        raise ValueError(f"tokens, segments, positions are {seen}; they must be int64 (T,) each")
+        raise ValueError(f"tokens, segments, positions are {seen}; each must be int64 (T,)")
     rows = (*tables, weight[None], bias[None])
     if any(t.dim() != 2 or t.shape[1] != weight.numel() or t.dtype != weight.dtype for t in rows):
         seen = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in rows)
-        raise ValueError(f"tables, weight and bias are {seen}; they must be of one width and dtype")
+        raise ValueError(f"tables, weight and bias are {seen}; they must have one width and one dtype")
     dropout.check_keys(keys, tokens.numel())
     if fused(weight):
         out: Tensor = _Embed.apply(*indices, *tables, weight, bias, eps, dropout_p, keys, site)

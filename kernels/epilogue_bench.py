@@ -1,12 +1,15 @@
-"""What could be joined to a projection: GELU in its epilogue, and the gradient of its bias, beside PyTorch's own.
+"""Times two things that could be fused into a projection: GELU, and the gradient of the projection's bias.
 
     python -m kernels.epilogue_bench
 
-BERT-Large's first feed-forward product, 32,768 tokens, fp16: (T, 1,024) @ (1,024, 4,096). Backward needs the value
-before GELU, so an epilogue writes two results. cuBLASLt's epilogue has the tanh form alone, and PyTorch's binding does
-not give the value before it: its row is a bound, not a candidate. Then the gradient of a projection's bias, the sum of
-(T, N) over T, by PyTorch, by a kernel in two passes of several shapes, and, as a bound, the time of reading it once:
-qkv's is PyTorch's, the others LayerNorm and GELU add up as they read them.
+The first part times BERT-Large's first feed-forward product, (T, 1,024) @ (1,024, 4,096), for 32,768 tokens in fp16,
+with GELU in its epilogue. Backward needs the value before GELU, so an epilogue must write two results. cuBLASLt's
+epilogue has only the tanh form, and PyTorch's binding does not return the value before it, so its row is a bound and
+not a candidate.
+
+The second part times the gradient of a projection's bias, the sum of (T, N) over T: with PyTorch, and with a kernel in
+two passes of several shapes. Reading the tensor once is timed as a bound. In the model, PyTorch computes the gradient
+of qkv's bias; the LayerNorm and GELU kernels add up the other bias gradients as they read the tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def _matmul_gelu_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TOGETHER: tl.constexpr,  # tiles of rows that share the weights' tiles in L2
+    TOGETHER: tl.constexpr,  # row tiles that share the tiles of the weights in L2
 ):
     tile = tl.program_id(0)
     group = tile // (TOGETHER * (N // BLOCK_N))
@@ -58,7 +61,7 @@ def _matmul_gelu_kernel(
 
 
 def by_triton(x: Tensor, weight: Tensor, bias: Tensor, block: tuple[int, int, int], warps: int, stages: int) -> Tensor:
-    assert len(x) % (8 * block[0]) == 0 == len(weight) % block[1]  # no tile is cut, no group either
+    assert len(x) % (8 * block[0]) == 0 == len(weight) % block[1]  # all tiles and groups are full
     before, out = x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight))
     grid = (len(x) // block[0] * (len(weight) // block[1]),)
     _matmul_gelu_kernel[grid](
@@ -73,9 +76,9 @@ def _column_sum_kernel(
     partials,  # (1, ceil(T / STRIPE), N) fp32
     tokens,  # T
     WIDTH: tl.constexpr,  # N, a multiple of BLOCK
-    BLOCK: tl.constexpr,  # columns of a program
+    BLOCK: tl.constexpr,  # columns per program
     ROWS: tl.constexpr,  # rows at a time
-    STRIPE: tl.constexpr,  # rows of a program
+    STRIPE: tl.constexpr,  # rows per program
 ):
     columns = tl.program_id(0) % (WIDTH // BLOCK) * BLOCK + tl.arange(0, BLOCK)
     stripe = tl.program_id(0) // (WIDTH // BLOCK)
@@ -102,8 +105,8 @@ def main() -> None:
     bias = torch.randn(WIDE).cuda().half()
     exact = F.gelu(F.linear(x.float(), weight.float(), bias.float()))
     rows = {
-        "product alone": lambda: F.linear(x, weight),
-        "product, then bias + GELU": lambda: bias_gelu(F.linear(x, weight), bias, "none"),
+        "matrix product alone": lambda: F.linear(x, weight),
+        "matrix product, then bias + GELU": lambda: bias_gelu(F.linear(x, weight), bias, "none"),
         "cuBLASLt's epilogue, tanh, one result": lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True),
     }
     shapes = (((128, 256, 64), 8, 3), ((128, 256, 64), 8, 4), ((128, 128, 64), 4, 4), ((128, 128, 64), 8, 4))
@@ -116,19 +119,19 @@ def main() -> None:
 
 
 def compare_bias_gradients(given: Tensor) -> None:
-    name = f"a bias gradient by itself, {given.shape[1]:,} wide"
+    name = f"bias gradient alone, {given.shape[1]:,} wide"
     rows: dict[str, Callable[[], Tensor]] = {
         f"{name}, PyTorch": lambda: given.sum(0),
         f"{name}, read once": lambda: given.amax(),
     }
     for shape in ((128, 32, 512), (128, 64, 512), (256, 32, 256), (256, 16, 256), (512, 16, 128)):
-        told = "{1} x {0} at a time, {2} rows a program".format(*shape)
+        told = "{1} x {0} at a time, {2} rows per program".format(*shape)
         rows[f"{name}, Triton, {told}"] = partial(column_sum, given, *shape)
     compare(rows, given.double().sum(0))
 
 
 def compare(rows: Mapping[str, Callable[[], Tensor]], exact: Tensor) -> None:
-    """A line for each: its time, and its largest error where its result is ``exact``'s."""
+    """Print one line per row: its time, and its largest error if its result has the shape of ``exact``."""
     for name, run in rows.items():
         with torch.no_grad():
             out = run()

@@ -1,4 +1,7 @@
-"""For backward passes that kernels compute: autograd sees no graph in them, and must not take them for constants."""
+"""Makes second derivatives fail for backward passes that kernels compute.
+
+Autograd sees no graph inside a kernel and must not mistake its gradients for constants.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def first_derivative_only(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """A ``backward`` whose gradients raise RuntimeError where they are differentiated once more.
+    """Wrap a ``backward`` so that differentiating its gradients raises RuntimeError.
 
-    PyTorch's ``once_differentiable`` refuses only where a gradient that comes in is differentiable; that of a loss
-    which is linear in the result is a constant, and the second derivative would lack a part in silence.
+    PyTorch's ``once_differentiable`` raises only if an incoming gradient is differentiable. If the loss is linear in
+    the result, the incoming gradient is a constant, and the second derivative would silently miss a term.
     """
     refusing = once_differentiable(backward)
 
     @wraps(backward)
     def wrapper(ctx: Any, *d_outs: Tensor | None) -> Gradients:
-        if torch.is_grad_enabled():  # the gradients' own graph is asked for: create_graph=True
+        if torch.is_grad_enabled():  # the caller wants the graph of the gradients: create_graph=True
             d_outs = tuple(
                 d.detach().requires_grad_() if d is not None and d.is_floating_point() else d for d in d_outs
             )

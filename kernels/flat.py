@@ -1,16 +1,16 @@
-"""One flat buffer that holds parts of many tensors, as an optimizer under ZeRO steps over it.
+"""Describes a flat buffer that holds parts of many tensors, as an optimizer under ZeRO sees it.
 
-A ``Layout`` says which elements belong to which tensor; what belongs to none is padding, which is never
-read and never written. It also holds the tables by which the kernels of kernels/adam.py and kernels/lamb.py
-find their elements: a row a unit of work, at most ``unit`` elements of one piece. Pieces may begin
-anywhere, but wide loads want an alignment, so a unit is three runs of elements:
+A ``Layout`` says which elements belong to which tensor. The rest is padding, which is never read or written.
+The layout also holds the tables that tell the kernels of kernels/adam.py and kernels/lamb.py where their
+elements are. Each row of a table is one unit of work: at most ``unit`` elements of one piece. Pieces can start
+anywhere, but wide loads need alignment, so a unit consists of three runs of elements:
 
-    start … start + length     both multiples of ALIGN
-    head  … head + heads       up to ALIGN - 1 elements before the first of these; first unit of a piece only
-    tail  … tail + tails       up to ALIGN - 1 elements behind the last of them; likewise
+    start … start + length     both are multiples of ALIGN
+    head  … head + heads       up to ALIGN - 1 elements before the aligned run; only in a piece's first unit
+    tail  … tail + tails       up to ALIGN - 1 elements after the aligned run; only in a piece's first unit
 
-Sums are made of one partial sum a unit, or a few units, and then added in one fixed order: no atomics, and
-results repeat bit for bit. The second half of this file is the sum of squares of a flat gradient,
+Each program writes one partial sum for one or a few units. The partial sums are added in a fixed order and
+without atomics, so results repeat bit for bit. This file also computes the sum of squares of a flat gradient:
 
     sum over all pieces of  g²     fp32, whatever the gradient's dtype
 """
@@ -29,36 +29,36 @@ from kernels.backend import fused, tl, triton
 
 ALIGN = 64  # elements; a line of the cache in fp16
 UNIT = 4096  # elements
-BLOCKS, WARPS = 2, 16  # blocks that a program cuts a unit into, and its warps: 4 elements a thread
-HELD = 4  # units whose directions a program of kernels/lamb.py holds in its registers
-RESIDENT = 2  # such programs that a multiprocessor has at once
-COLUMNS = 8  # of a table: start / ALIGN, length / ALIGN, head, heads, tail, tails, tensor, 0
+BLOCKS, WARPS = 2, 16  # blocks per unit and warps per program: 4 elements per thread
+HELD = 4  # units whose directions a program of kernels/lamb.py keeps in registers
+RESIDENT = 2  # programs of that kind that run on a multiprocessor at once
+COLUMNS = 8  # columns of a table: start / ALIGN, length / ALIGN, head, heads, tail, tails, tensor, 0
 LANES, TABLE = tl.constexpr(ALIGN), tl.constexpr(COLUMNS)  # the same, for kernels
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``offset … offset + length`` of a flat buffer: a tensor, or the part of it that is here."""
+    """Elements ``offset … offset + length`` of a flat buffer: a tensor, or the part of it in this buffer."""
 
     offset: int
     length: int
-    decay: float = 0.0  # of its weights
-    row: int = -1  # of LAMB's sums; -1: LAMB takes its step as it is, a trust ratio of 1
-    whole: bool = False  # no element of the tensor is anywhere else
+    decay: float = 0.0  # weight decay
+    row: int = -1  # row in LAMB's sums; -1: LAMB does not adapt this tensor and takes Adam's step
+    whole: bool = False  # whether this piece is the whole tensor
 
 
 class Flat(NamedTuple):
-    """The buffers that an optimizer changes, (size,) each, contiguous, on one device."""
+    """The buffers that an optimizer changes: (size,) each, contiguous, and on one device."""
 
-    master: Tensor  # fp32
+    master: Tensor  # fp32, the weights
     mean: Tensor  # fp32, the moving average of the gradient
-    square: Tensor  # fp32, that of its square
-    copy: Tensor | None = None  # fp16 or bf16: gets the new weights, rounded
+    square: Tensor  # fp32, the moving average of its square
+    copy: Tensor | None = None  # fp16 or bf16, gets the new weights, rounded
 
 
 @dataclass(frozen=True)
 class Units:
-    """Units of work on the device, and the tensors that they are of."""
+    """Tables of units of work on the device, and of the tensors that they belong to."""
 
     table: Tensor  # (U, COLUMNS) int64
     decays: Tensor  # (U,) fp32
@@ -70,23 +70,23 @@ class Units:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a flat buffer of ``size`` elements holds, for one device. Made by ``make_layout``."""
+    """The contents of a flat buffer of ``size`` elements, for one device. Use ``make_layout`` to make one."""
 
-    pieces: tuple[Piece, ...]  # not empty, by offset
+    pieces: tuple[Piece, ...]  # the non-empty ones, ordered by offset
     size: int
     unit: int
-    programs: int  # that are resident on the device at once
+    programs: int  # how many programs run on the device at once
     every: Units  # all pieces
-    plain: Units  # those that LAMB does not adapt
-    closed: Units  # those that LAMB adapts and can finish here at once, in units of HELD * unit
-    open: Units  # those whose norms need other ranks, or that are too large to be held
+    plain: Units  # pieces that LAMB does not adapt
+    closed: Units  # pieces that LAMB adapts and can finish in one kernel, in units of HELD * unit
+    open: Units  # adapted pieces whose norms need other ranks, or that are too large for one kernel
 
 
 def make_layout(pieces: Sequence[Piece], size: int, device: torch.device, unit: int = UNIT) -> Layout:
-    """The layout of a flat buffer of ``size`` elements; pieces of length 0 are left out.
+    """Make the layout of a flat buffer of ``size`` elements. Pieces of length 0 are left out.
 
-    ``unit`` is a multiple of 128; only tests change it. Raises ValueError for pieces that overlap or
-    reach out of the buffer.
+    ``unit`` must be a multiple of 128; only tests change it. Raises ValueError if pieces overlap or do not fit
+    the buffer.
     """
     held = tuple(sorted((p for p in pieces if p.length != 0), key=lambda p: p.offset))
     for piece in held:
@@ -94,7 +94,7 @@ def make_layout(pieces: Sequence[Piece], size: int, device: torch.device, unit: 
             raise ValueError(f"{piece} does not fit a flat buffer of {size} elements")
     for before, after in pairwise(held):
         if before.offset + before.length > after.offset:
-            raise ValueError(f"{before} and {after} of a flat buffer overlap")
+            raise ValueError(f"{before} and {after} overlap in a flat buffer")
     if unit % (BLOCKS * ALIGN) != 0 or unit < 1:
         raise ValueError(f"unit is {unit}; it must be a multiple of {BLOCKS * ALIGN}")
     programs = 1
@@ -114,7 +114,7 @@ def make_layout(pieces: Sequence[Piece], size: int, device: torch.device, unit: 
 
 
 def gradient_square_sum_reference(gradient: Tensor, layout: Layout) -> Tensor:
-    """() fp32; see above."""
+    """Do what ``gradient_square_sum`` does, in plain PyTorch."""
     total = torch.zeros((), dtype=torch.float32, device=gradient.device)
     for piece in layout.pieces:
         part = cut(gradient, piece).float()
@@ -124,14 +124,14 @@ def gradient_square_sum_reference(gradient: Tensor, layout: Layout) -> Tensor:
 
 @triton.jit
 def run(table, unit):
-    """The aligned run of a unit: (offset, length), both known to be multiples of ALIGN."""
+    """The aligned run of a unit: (offset, length). The compiler can see that both are multiples of ALIGN."""
     row = table + unit * TABLE
     return tl.load(row) * LANES, tl.load(row + 1) * LANES
 
 
 @triton.jit
 def edges(table, unit):
-    """The elements around it: (offsets, mask), (2 ALIGN,) each."""
+    """The elements before and after the aligned run: (offsets, mask), (2 ALIGN,) each."""
     row = table + unit * TABLE
     lane = tl.arange(0, 2 * LANES)
     first = lane < LANES
@@ -145,7 +145,7 @@ def _square_sum_kernel(
     table,  # (U, COLUMNS) int64
     partial,  # (programs,) fp32, written
     units,  # U
-    EACH: tl.constexpr,  # units a program
+    EACH: tl.constexpr,  # units per program
     BLOCK: tl.constexpr,
 ):
     first_unit = tl.program_id(0) * EACH
@@ -170,7 +170,7 @@ def _tensor_sums_kernel(
     sums,  # (K, 2) fp32, added to
     BLOCK: tl.constexpr,
 ):
-    """A program a tensor."""
+    """Add the partial sums of one tensor per program."""
     entry = tensors + tl.program_id(0) * 3
     row, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     weights = tl.zeros((BLOCK,), tl.float32)
@@ -185,9 +185,9 @@ def _tensor_sums_kernel(
 
 
 def gradient_square_sum(gradient: Tensor, layout: Layout) -> Tensor:
-    """() fp32: the sum of squares of ``gradient`` (size,), fp32, fp16 or bf16, padding left out.
+    """The sum of squares, () fp32, of ``gradient`` (size,), fp32, fp16 or bf16. Padding is left out.
 
-    Not finite where an element is not finite, or its square or the sum overflows fp32. Raises ValueError
+    The sum is not finite if an element is not finite, or if a square or the sum overflows fp32. Raises ValueError
     if the gradient does not fit the layout.
     """
     check(gradient, layout, "gradient")
@@ -202,21 +202,21 @@ def gradient_square_sum(gradient: Tensor, layout: Layout) -> Tensor:
 
 
 def add_tensor_sums(partial: Tensor, units: Units, sums: Tensor) -> None:
-    """Add the partial sums (U, 2) of units, tensor by tensor, to ``sums`` (K, 2); Triton only."""
+    """Add the partial sums (U, 2) of units, tensor by tensor, to ``sums`` (K, 2). It runs on Triton only."""
     if len(units) > 0:
         _tensor_sums_kernel[(len(units.tensors),)](partial, units.tensors, sums, BLOCK=512, num_warps=4)
 
 
 def check(buffer: Tensor, layout: Layout, name: str) -> None:
-    """Raises ValueError unless ``buffer`` is flat, whole and where the layout is."""
+    """Raise ValueError unless ``buffer`` has the size and the device of the layout and is contiguous."""
     where = layout.every.table.device
     if buffer.shape != (layout.size,) or not buffer.is_contiguous() or buffer.device != where:
         seen = f"{name} is {tuple(buffer.shape)} on {buffer.device}"
-        raise ValueError(f"{seen}; the layout is for contiguous ({layout.size},) on {where}")
+        raise ValueError(f"{seen}; it must be contiguous, ({layout.size},), and on {where}")
 
 
 def check_all(flat: Flat, layout: Layout) -> None:
-    """Raises ValueError unless all buffers fit the layout and have the dtypes that ``Flat`` names."""
+    """Raise ValueError unless all buffers fit the layout and ``master``, ``mean`` and ``square`` are fp32."""
     for name in ("master", "mean", "square"):
         buffer = getattr(flat, name)
         check(buffer, layout, name)
@@ -227,23 +227,23 @@ def check_all(flat: Flat, layout: Layout) -> None:
 
 
 def cut(buffer: Tensor, piece: Piece) -> Tensor:
-    """The elements of a piece, as a view."""
+    """A view of a piece's elements."""
     return buffer[piece.offset : piece.offset + piece.length]
 
 
 def _cut(piece: Piece, unit: int) -> list[list[int]]:
-    """The rows of a table for one piece, the tensor's number left 0."""
+    """The table rows of one piece. The caller fills in the tensor's number."""
     end = piece.offset + piece.length
     begin = min(-(-piece.offset // ALIGN) * ALIGN, end)
     stop = max(begin, end // ALIGN * ALIGN)
-    starts = range(begin, stop, unit) or range(begin, begin + 1)  # a piece without an aligned run has a unit, too
+    starts = range(begin, stop, unit) or range(begin, begin + 1)  # a piece without an aligned run still has a unit
     rows = [[start // ALIGN, (min(start + unit, stop) - start) // ALIGN, 0, 0, 0, 0, 0, 0] for start in starts]
     rows[0][2:6] = [piece.offset, begin - piece.offset, stop, end - stop]
     return rows
 
 
 def _units(pieces: Sequence[Piece], unit: int, device: torch.device) -> Units:
-    """The tables of some pieces; those of one tensor stand together."""
+    """Make the tables of some pieces. Pieces of one tensor are adjacent."""
     table: list[list[int]] = []
     decays: list[float] = []
     tensors: list[list[int]] = []

@@ -1,21 +1,22 @@
-"""LAMB over flat fp32 buffers (You et al. 2020, "Large Batch Optimization", Algorithm 2, φ = identity).
+"""Computes the LAMB step over flat fp32 buffers (You et al. 2020, "Large Batch Optimization", Alg. 2, φ = identity).
 
     u = Adam's direction + λ x              (kernels/adam.py)
-    x ← x - η · (‖x‖ / ‖u‖) · u             one ratio a tensor, within bounds; 1 where either norm is zero
+    x ← x - η · (‖x‖ / ‖u‖) · u             one ratio per tensor, within bounds; 1 if either norm is zero
 
-A flat buffer may hold only a part of a tensor (ZeRO cuts through them), so a step is two calls, and the
-norms are made of partial sums of squares that the caller completes over ranks in between:
+A flat buffer may hold only part of a tensor, because ZeRO partitions cut through tensors. So a step takes
+two calls. The first computes partial sums of squares, and the caller adds these over ranks in between:
 
     lamb_begin → sums (K, 2) → all-reduce → trust_ratios → lamb_finish
 
-Plain two passes move 40 bytes an element with an fp16 gradient and an fp16 copy: the second has to read
-x, m and v again. So a tensor that is here as a whole, and is not too large, is finished in the first call:
-the kernel for these keeps u of one unit in its registers, waits until all programs that work at the same
-tensor have left their partial sums, and reads only x again, mostly from the cache: 28 bytes, 29.5 as counted
-on an H100. It is safe because all programs of the launch are resident together (a cooperative launch: the
-driver refuses another), and each takes its units in the order of the tensors. The counters on which they
-wait are the only atomics; all sums are added in one fixed order, so results repeat bit for bit. This kernel
-is bound by its instructions, not only by memory: what adds some to each element shows.
+Two plain passes would move 40 bytes per element with an fp16 gradient and an fp16 copy, since the second
+pass must read x, m and v again. So the first call finishes every tensor that is wholly in the buffer and
+not too large. The kernel for these "closed" tensors keeps u of one unit in registers and waits until all
+programs that work on the tensor have written their partial sums. It then reads only x again, mostly from
+the cache: 28 bytes per element, or 29.5 as counted on an H100. The wait cannot deadlock, because all
+programs run at the same time (the driver rejects a cooperative launch that does not fit on the GPU) and
+each takes its units in the order of the tensors. The counters for this wait are the only atomics. All
+sums are added in a fixed order, so results repeat bit for bit. This kernel is limited by instructions as
+well as by memory, so every extra instruction per element costs time.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from kernels.flat import BLOCKS, HELD, TABLE, WARPS, Flat, Layout, add_tensor_su
 
 
 def square_sums(weight: Tensor, direction: Tensor) -> Tensor:
-    """(2,) fp32: the sums of squares of a part of a weight and of its direction."""
+    """The sums of squares, (2,) fp32, of a part of a weight and of its direction."""
     return torch.stack([weight.dot(weight), direction.dot(direction)])
 
 
 def trust_ratios(sums: Tensor, moments: Moments) -> Tensor:
-    """(K,) fp32 ratios ‖x‖ / ‖u‖ within bounds, from completed sums of squares (K, 2); 1 where either is zero."""
+    """Ratios ‖x‖ / ‖u‖, (K,) fp32, within bounds, from complete sums of squares (K, 2); 1 if either is zero."""
     weight, direction = sums.sqrt().unbind(1)  # (K,), (K,)
-    ratios = (weight / direction).clamp(moments.lower, moments.upper)  # a NaN stays one
+    ratios = (weight / direction).clamp(moments.lower, moments.upper)  # NaN stays NaN
     return torch.where((weight == 0) | (direction == 0), torch.ones_like(weight), ratios)
 
 
 def lamb_step(weight: Tensor, direction: Tensor, ratio: Tensor, rate: float) -> None:
-    """Move a part of one tensor in place: ``x ← x - η · ratio · u``. fp32; ``ratio`` is a scalar."""
+    """Move part of one fp32 tensor in place: ``x ← x - η · ratio · u``. ``ratio`` is a scalar."""
     weight.sub_(direction * ratio, alpha=rate)
 
 
 def lamb_begin_reference(
     flat: Flat, gradient: Tensor, layout: Layout, moments: Moments, step: int, rate: float, factor: Tensor, sums: Tensor
 ) -> None:
-    """See ``lamb_begin``. No adapted tensor is finished here."""
+    """Do what ``lamb_begin`` does, in plain PyTorch. This finishes no adapted tensor."""
     for piece in layout.pieces:
         weight, mean, square = (cut(buffer, piece) for buffer in flat[:3])
         direction = adam_direction(cut(gradient, piece).float() * factor, mean, square, moments, step)
@@ -61,7 +62,7 @@ def lamb_begin_reference(
 
 
 def lamb_finish_reference(flat: Flat, layout: Layout, moments: Moments, step: int, rate: float, ratios: Tensor) -> None:
-    """See ``lamb_finish``."""
+    """Do what ``lamb_finish`` does, in plain PyTorch."""
     for piece in layout.pieces:
         if piece.row >= 0:
             weight, mean, square = (cut(buffer, piece) for buffer in flat[:3])
@@ -73,7 +74,7 @@ def lamb_finish_reference(flat: Flat, layout: Layout, moments: Moments, step: in
 
 @triton.jit
 def _load(master, gradient, mean, square, at, mask, KEEP: tl.constexpr):
-    """(g, m, v, x) of the elements at ``at``, 0 where masked; KEEP is what the cache shall do with x."""
+    """Load (g, m, v, x) of the elements at ``at``, 0 where masked. KEEP is the cache eviction policy for x."""
     g = tl.load(gradient + at, mask=mask, other=0.0, eviction_policy="evict_first")
     m = tl.load(mean + at, mask=mask, other=0.0, eviction_policy="evict_first")
     v = tl.load(square + at, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -82,7 +83,7 @@ def _load(master, gradient, mean, square, at, mask, KEEP: tl.constexpr):
 
 @triton.jit
 def _first(mean, square, at, mask, g, m, v, x, factor, decay, constants):
-    """The first pass over the elements at ``at``: stores the moments and returns u, 0 where masked."""
+    """Do the first pass over the elements at ``at``: store the moments and return u, 0 where masked."""
     m, v = new_moments(g.to(tl.float32) * factor, m, v, constants)
     tl.store(mean + at, m, mask=mask, eviction_policy="evict_first")
     tl.store(square + at, v, mask=mask, eviction_policy="evict_first")
@@ -91,7 +92,7 @@ def _first(mean, square, at, mask, g, m, v, x, factor, decay, constants):
 
 @triton.jit
 def _move(master, copy, at, mask, x, u, pace, COPY: tl.constexpr):
-    """x ← x - pace · u, pace being η times the ratio."""
+    """Store x ← x - pace · u, where pace is η times the ratio."""
     x -= pace * u
     tl.store(master + at, x, mask=mask, eviction_policy="evict_first")
     if COPY:
@@ -100,7 +101,7 @@ def _move(master, copy, at, mask, x, u, pace, COPY: tl.constexpr):
 
 @triton.jit
 def _second(master, mean, square, copy, at, mask, decay, pace, constants, COPY: tl.constexpr):
-    """The second pass over the elements at ``at``, from the moments that the first has left."""
+    """Do the second pass over the elements at ``at``, from the moments that the first pass stored."""
     m = tl.load(mean + at, mask=mask, other=0.0, eviction_policy="evict_first")
     v = tl.load(square + at, mask=mask, other=0.0, eviction_policy="evict_first")
     x = tl.load(master + at, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -109,7 +110,7 @@ def _second(master, mean, square, copy, at, mask, decay, pace, constants, COPY: 
 
 @triton.jit
 def _gather(partial, begin, count, MOST: tl.constexpr):
-    """The sums of what ``count`` programs have left, past the first-level cache, which may hold what stood there."""
+    """Sum what ``count`` programs have written. The loads bypass the L1 cache, which may hold old values."""
     other = tl.arange(0, MOST)
     parts = partial + (begin + other) * 2
     weights = tl.load(parts, mask=other < count, other=0.0, cache_modifier=".cg")
@@ -119,7 +120,7 @@ def _gather(partial, begin, count, MOST: tl.constexpr):
 
 @triton.jit
 def _ratio(weights, directions, LOWER: tl.constexpr, UPPER: tl.constexpr, BOUNDED: tl.constexpr):
-    """‖x‖ / ‖u‖ of sums of squares within its bounds; 1 where either is zero. Written so that a NaN stays one."""
+    """‖x‖ / ‖u‖ from sums of squares, within bounds; 1 if either is zero. The comparisons let NaN through."""
     zero = (weights == 0) | (directions == 0)
     ratio = tl.div_rn(tl.sqrt_rn(weights), tl.sqrt_rn(tl.where(zero, 1.0, directions)))
     if BOUNDED:
@@ -129,7 +130,7 @@ def _ratio(weights, directions, LOWER: tl.constexpr, UPPER: tl.constexpr, BOUNDE
 
 @triton.jit
 def _lamb_closed_kernel(
-    master,  # (size,) fp32, as mean and square
+    master,  # (size,) fp32, like mean and square
     gradient,  # (size,) fp32, fp16 or bf16
     mean,
     square,
@@ -137,8 +138,8 @@ def _lamb_closed_kernel(
     table,  # (U, COLUMNS) int64
     decays,  # (U,) fp32
     tensors,  # (R, 3) int64: row, first unit, number of units
-    partial,  # (U, 2) fp32: what the programs leave for each other
-    arrived,  # (R,) int32, zero: how many have
+    partial,  # (U, 2) fp32, where programs write their sums for each other
+    arrived,  # (R,) int32, zeros: counts the units of each tensor that are written
     sums,  # (K, 2) fp32, added to
     factor,  # () fp32
     units,  # U
@@ -147,15 +148,15 @@ def _lamb_closed_kernel(
     COPY: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    MOST: tl.constexpr,  # a power of two: no tensor has more units
-    LOWER: tl.constexpr,  # of the ratios
+    MOST: tl.constexpr,  # a power of two; no tensor has more units
+    LOWER: tl.constexpr,  # bounds of the ratios
     UPPER: tl.constexpr,
-    BOUNDED: tl.constexpr,  # whether these can bind
+    BOUNDED: tl.constexpr,  # whether the bounds can take effect
 ):
     by = tl.load(factor)
     lane = tl.arange(0, BLOCK)
     start, length = run(table, tl.program_id(0))
-    # Loads run two blocks ahead of their use, also into the next unit: the compiler cannot move them over stores.
+    # Load two blocks ahead, even into the next unit, because the compiler cannot move loads across stores.
     near = _load(master, gradient, mean, square, start + lane, lane < length, "evict_last")
     far = _load(master, gradient, mean, square, start + BLOCK + lane, BLOCK + lane < length, "evict_last")
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -183,8 +184,8 @@ def _lamb_closed_kernel(
         tl.store(partial + unit * 2 + 1, tl.sum(directions, 0) + tl.sum(edge_u * edge_u, 0))
         tl.debug_barrier()
         seen = tl.atomic_add(arrived + tensor, 1, sem="acq_rel", scope="gpu") + 1
-        # What the next unit begins with is on its way while this one waits; after its last unit a program asks
-        # for another's and does not use it.
+        # Start loading the next unit before waiting for this one. After its last unit, a program loads another
+        # program's unit and does not use it.
         ahead, ahead_length = run(table, tl.minimum(unit + tl.num_programs(0), units - 1))
         near = _load(master, gradient, mean, square, ahead + lane, lane < ahead_length, "evict_last")
         at, mask = ahead + BLOCK + lane, BLOCK + lane < ahead_length
@@ -210,7 +211,7 @@ def _lamb_closed_kernel(
 
 @triton.jit
 def _lamb_begin_kernel(
-    master,  # (size,) fp32, as mean and square
+    master,  # (size,) fp32, like mean and square
     gradient,  # (size,) fp32, fp16 or bf16
     mean,
     square,
@@ -241,7 +242,7 @@ def _lamb_begin_kernel(
 
 @triton.jit
 def _lamb_finish_kernel(
-    master,  # (size,) fp32, as mean and square
+    master,  # (size,) fp32, like mean and square
     mean,
     square,
     copy,  # (size,) fp16 or bf16; not used without COPY
@@ -254,7 +255,7 @@ def _lamb_finish_kernel(
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # From the last unit to the first: the first pass has left the last ones in the cache.
+    # Go from the last unit to the first: the first pass has left the last units in the cache.
     unit = tl.num_programs(0) - 1 - tl.program_id(0)
     start, length = run(table, unit)
     decay = tl.load(decays + unit)
@@ -280,7 +281,7 @@ def _begin_closed(
     unit = HELD * layout.unit
     shape = {"UNIT": unit, "BLOCK": unit // 16, "MOST": triton.next_power_of_2(layout.programs)}
     shape |= {"LOWER": moments.lower, "UPPER": moments.upper, "BOUNDED": moments.bounded, "COPY": flat.copy is not None}
-    # 4 elements a thread of a full unit's block; 128 is 65,536 registers / (RESIDENT programs * 256 threads).
+    # 4 elements per thread in a full unit's block. 128 is 65,536 registers / (RESIDENT programs * 256 threads).
     resident = {"num_warps": 8, "maxnreg": 128, "launch_cooperative_grid": True}
     grid = (min(layout.programs, len(units)),)
     _lamb_closed_kernel[grid](*buffers, len(units), rate, moments.constants(step), **shape, **resident)
@@ -302,12 +303,12 @@ def _begin_open(
 def lamb_begin(
     flat: Flat, gradient: Tensor, layout: Layout, moments: Moments, step: int, rate: float, factor: Tensor, sums: Tensor
 ) -> None:
-    """The first part of a LAMB step over a flat buffer: moments, norms, and what can be finished at once.
+    """Do the first part of a LAMB step over a flat buffer: moments, norms, and all weights that can be finished.
 
-    ``gradient`` (size,) fp32, fp16 or bf16; it is multiplied by ``factor``, () fp32, and not changed. To
-    ``sums`` (K, 2) fp32 are added the sums of squares of the weights and directions of all adapted pieces,
-    a row each. Until ``lamb_finish`` the weights are partly old and partly new. Raises ValueError for a
-    step below 1, or buffers or rows that do not fit the layout.
+    ``gradient`` (size,) is fp32, fp16 or bf16. The step uses it times ``factor``, () fp32, and does not change it.
+    The sums of squares of the weights and directions of all adapted pieces are added to ``sums`` (K, 2) fp32, in
+    the row that each piece names. Until ``lamb_finish``, some weights are old and some are new. Raises ValueError
+    if ``step`` is below 1, or if buffers or rows do not fit the layout.
     """
     check_all(flat, layout)
     check(gradient, layout, "gradient")
@@ -322,8 +323,10 @@ def lamb_begin(
 
 
 def lamb_finish(flat: Flat, layout: Layout, moments: Moments, step: int, rate: float, ratios: Tensor) -> None:
-    """The rest of the step, with the ``trust_ratios`` (K,) of the completed sums; ``moments``, ``step`` and
-    ``rate`` as ``lamb_begin`` had them. ``flat.copy`` has then got all weights, rounded. Raises ValueError likewise.
+    """Do the rest of the step, with the ``trust_ratios`` (K,) of the complete sums.
+
+    ``moments``, ``step`` and ``rate`` must be those given to ``lamb_begin``. Afterwards ``flat.copy`` holds all
+    weights, rounded. Raises ValueError if ``step`` is below 1, or if buffers or rows do not fit the layout.
     """
     check_all(flat, layout)
     _check_rows(ratios, layout, "ratios", ())
@@ -341,9 +344,9 @@ def lamb_finish(flat: Flat, layout: Layout, moments: Moments, step: int, rate: f
 
 
 def _check_rows(given: Tensor, layout: Layout, name: str, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless ``given`` is contiguous fp32, (K, *shape), and has the rows of all pieces."""
+    """Raise ValueError unless ``given`` is contiguous fp32, (K, *shape), and has a row for every piece."""
     rows = 1 + max((piece.row for piece in layout.pieces), default=-1)
     fits = given.dim() == 1 + len(shape) and given.shape[1:] == shape and len(given) >= rows
     if not fits or given.dtype != torch.float32 or not given.is_contiguous():
         seen = f"{name} is {tuple(given.shape)} of {given.dtype}, strides {given.stride()}"
-        raise ValueError(f"{seen}; it must be contiguous torch.float32: {rows} rows or more, {shape} each")
+        raise ValueError(f"{seen}; it must be contiguous torch.float32, with at least {rows} rows of shape {shape}")

@@ -1,18 +1,19 @@
-"""LayerNorm, alone and with what stands before it in a post-LN encoder: a projection's bias, dropout, the residual.
+"""LayerNorm, alone or fused with what precedes it in a post-LN encoder: a projection's bias, dropout, the residual.
 
     z = residual + dropout(x + x_bias)
     out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias       over the last dimension
 (Ba, Kiros and Hinton, "Layer normalization", 2016, equations 3 and 4; var is the biased one.)
 
-All tensors are (T, D); ``weight``, ``bias`` and ``x_bias`` (D,). The sum and the statistics are fp32. The result is
-given twice, to the next projection and as the next residual, so that backward adds their two gradients as it reads.
+All tensors are (T, D), except ``weight``, ``bias`` and ``x_bias``, which are (D,). The sum z and the statistics are
+fp32. The result is returned twice, once for the next projection and once as the next residual, so that backward can
+add their two gradients as it reads them.
 
-Kept for backward by the kernels: x, residual, and each row's mean and 1 / standard deviation in fp32; z and the
-dropout mask are made again. That moves as many bytes as keeping z (3 tensors forward, 5 backward, one more for a second
-gradient), and z is never rounded. The gradients of weight, bias and x_bias are fp32 partial sums a program, added in
-fixed order by a second kernel. So every result errs by the rounding of its own dtype, and at most twice as much as
-PyTorch's. The projection's bias is added here, not by the product, since backward has its gradient's numbers at hand.
-By the reference: z, its mean and 1 / standard deviation a row, and the dropout multiplier.
+For backward, the kernels keep x, residual, and each row's mean and 1 / standard deviation in fp32. They compute z and
+the dropout mask again. That moves as many bytes as keeping z (3 tensors forward, 5 backward, and one more for a second
+gradient), and z is never rounded. For the gradients of weight, bias and x_bias, each program writes fp32 partial sums,
+and a second kernel adds them in a fixed order. So every result errs by the rounding of its own dtype, and at most twice
+as much as PyTorch's. The projection's bias is added here and not by the matrix product, because backward has the terms
+of its gradient at hand. The reference keeps z, its mean and 1 / standard deviation per row, and the dropout multiplier.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from kernels.backend import fused, tl, triton
 from kernels.first_derivative import first_derivative_only
 from kernels.partials import add_partials
 
-Mask = tuple[int, int, float]  # site, cut and gain of a dropout, as the kernels take them
+Mask = tuple[int, int, float]  # site, cut and gain of a dropout, as kernel arguments
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(T, D) -> (T, D) in the dtype of ``weight``; ``x`` may be wider than that."""
+    """LayerNorm of ``x`` (T, D), in the dtype of ``weight``. ``x`` may have a wider dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     out = F.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps)
     return out.to(weight.dtype)
@@ -49,8 +50,8 @@ def dropout_add_layer_norm_reference(
     dropout_p: float,
     keys: Tensor | None,  # (T, 2) int32
     site: int,
-) -> tuple[Tensor, Tensor]:  # (T, D) each, the same
-    """LayerNorm(residual + dropout(x + x_bias)), the sum in fp32."""
+) -> tuple[Tensor, Tensor]:  # (T, D) each, the same tensor
+    """Return LayerNorm(residual + dropout(x + x_bias)) twice, with the sum in fp32."""
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = dropout.apply(z if x_bias is None else z + x_bias, keys, site, dropout_p)
     out = layer_norm_reference(z if residual is None else residual + z, weight, bias, eps)
@@ -64,22 +65,22 @@ def normalised(
     eps,
     WIDTH: tl.constexpr,
 ):
-    """(z without its mean and divided by its standard deviation, 0 beyond WIDTH; mean; 1 / deviation)."""
+    """Return (normalized z, 0 from column WIDTH on; the mean of z; 1 / the standard deviation of z)."""
     mean = tl.sum(z, 1) / WIDTH
     centred = tl.where(inside, z - mean[:, None], 0.0)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 1) / WIDTH + eps))  # rounded, unlike rsqrt
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 1) / WIDTH + eps))  # correctly rounded, unlike rsqrt
     return centred * rstd[:, None], mean, rstd
 
 
 @triton.jit
 def gradient_of_z(
-    d_out,  # (M, BLOCK) fp32, 0 beyond WIDTH
-    unit,  # (M, BLOCK) fp32: z normalised, 0 beyond WIDTH
+    d_out,  # (M, BLOCK) fp32, 0 from column WIDTH on
+    unit,  # (M, BLOCK) fp32: normalized z, 0 from column WIDTH on
     w,  # (1, BLOCK) fp32: weight
     rstd,  # (M,) fp32
     WIDTH: tl.constexpr,
 ):
-    """(M, BLOCK) fp32."""
+    """The gradient of LayerNorm's input z, (M, BLOCK) fp32."""
     d_unit = d_out * w
     along = tl.sum(d_unit * unit, 1) / WIDTH
     mean = tl.sum(d_unit, 1) / WIDTH
@@ -91,20 +92,20 @@ def _layer_norm_summed(
     x,  # (T, D)
     x_bias,  # (D,) or None
     residual,  # (T, D) or None
-    keys,  # (T, 2) int32 or None: no dropout
+    keys,  # (T, 2) int32; None for no dropout
     rows,  # (M,)
-    there,  # (M,): the rows below T
-    at,  # (M, BLOCK): places in a (T, D)
-    mask,  # (M, BLOCK): those inside
+    there,  # (M,): whether a row is below T
+    at,  # (M, BLOCK): offsets into a (T, D) tensor
+    mask,  # (M, BLOCK): whether an offset is inside it
     site,
     cut,
     gain,
     WIDTH: tl.constexpr,  # D
     BLOCK: tl.constexpr,
 ):
-    """((M, BLOCK) fp32: residual + dropout(x + x_bias); what dropout keeps)."""
+    """Return residual + dropout(x + x_bias), (M, BLOCK) fp32, and the mask of what dropout keeps."""
     z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    stays = mask  # without keys nobody reads it
+    stays = mask  # not read without keys
     if x_bias is not None:
         columns = tl.arange(0, BLOCK)[None, :]
         z += tl.load(x_bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
@@ -124,17 +125,17 @@ def _layer_norm_forward_kernel(
     residual,  # (T, D) or None
     weight,  # (D,)
     bias,  # (D,)
-    keys,  # (T, 2) int32 or None: no dropout
+    keys,  # (T, 2) int32; None for no dropout
     out,  # (T, D)
-    statistics,  # (2, T) fp32: means, 1 / standard deviations
+    statistics,  # (2, T) fp32: means, and 1 / standard deviations
     tokens,  # T
     eps,
-    site,  # this dropout's
-    cut,  # what drops: see dropout.kept
+    site,  # identifies this dropout
+    cut,  # the dropout threshold: see dropout.kept
     gain,  # 1 / (1 - p)
     WIDTH: tl.constexpr,  # D
     BLOCK: tl.constexpr,  # D, rounded up to a power of two
-    ROWS: tl.constexpr,  # rows of a program
+    ROWS: tl.constexpr,  # rows per program
 ):
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < WIDTH
@@ -154,16 +155,16 @@ def _layer_norm_forward_kernel(
 @triton.jit
 def _layer_norm_backward_kernel(
     d_out,  # (T, D)
-    d_again,  # (T, D) or None: a second gradient of the result
+    d_again,  # (T, D): a second gradient of the result; None if there is only one
     x,  # (T, D)
     x_bias,  # (D,) or None
     residual,  # (T, D) or None
     weight,  # (D,)
-    keys,  # (T, 2) int32 or None: no dropout
-    statistics,  # (2, T) fp32: means, 1 / standard deviations
-    d_x,  # (T, D), or None: nobody needs it
-    d_residual,  # (T, D), or None: nobody needs it, or it is d_x
-    partials,  # (2 or 3, programs, D) fp32, or None: the gradients of weight, bias and x_bias
+    keys,  # (T, 2) int32; None for no dropout
+    statistics,  # (2, T) fp32: means, and 1 / standard deviations
+    d_x,  # (T, D); None if not needed
+    d_residual,  # (T, D); None if not needed, or if it equals d_x
+    partials,  # (2 or 3, programs, D) fp32: partial gradients of weight, bias and x_bias; None if not needed
     tokens,  # T
     site,
     cut,
@@ -211,20 +212,20 @@ def _layer_norm_backward_kernel(
 
 
 class Launch(NamedTuple):
-    """How a kernel over rows runs: a pure function of the width."""
+    """The launch configuration of a kernel over rows, a pure function of the width."""
 
     block: int  # columns, a power of two
-    rows: int  # at a time
+    rows: int  # rows at a time
     warps: int
 
     @classmethod
     def of(cls, width: int) -> Launch:
-        """All warps share a row, 8 columns a thread, which is 16 bytes: sums over rows then stay in a thread."""
+        """All warps share a row, with 8 columns (16 bytes in fp16) per thread, so column sums stay in one thread."""
         block = max(16, triton.next_power_of_2(width))
         return cls(block, 2 if block <= 1024 else 1, max(1, min(32, block // 256)))
 
     def programs(self, tokens: int, device: torch.device) -> int:
-        """Of a backward pass: as many as run at once, each over many rows, for every one leaves partial sums."""
+        """Programs of a backward pass: as many as run at once, because each writes partial sums for its rows."""
         cuda = device.type == "cuda"
         processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
         return min(-(-tokens // self.rows), processors * max(1, 16 // self.warps))
@@ -234,7 +235,7 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]  # x, x_bias
 
 
 def _forward(parts: Parts, eps: float, keys: Tensor | None, mask: Mask) -> tuple[Tensor, Tensor]:
-    """(out (T, D), statistics (2, T) fp32)."""
+    """Return (out (T, D), statistics (2, T) fp32)."""
     tokens, width = parts[0].shape
     out, statistics = torch.empty_like(parts[0]), parts[0].new_empty(2, tokens, dtype=torch.float32)
     if out.numel():
@@ -249,7 +250,7 @@ def _forward(parts: Parts, eps: float, keys: Tensor | None, mask: Mask) -> tuple
 def _backward(
     d_outs: Sequence[Tensor | None], saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the ``Parts``, in their order as ``needed`` is, None where that saves something."""
+    """The gradients of the ``Parts``, in order. ``needed`` says which are needed; the others may be None."""
     x, x_bias, residual, weight, keys, statistics = saved
     tokens, width = x.shape
     if not x.numel():
@@ -257,8 +258,8 @@ def _backward(
     launch = Launch.of(width)
     programs = launch.programs(tokens, x.device)
     d_x = torch.empty_like(x) if needed[0] else None
-    one = keys is None and d_x is not None  # without dropout x and residual have one gradient
-    d_residual = torch.empty_like(x) if needed[2] and not one else None  # not needed where there is none
+    one = keys is None and d_x is not None  # without dropout, x and residual have the same gradient
+    d_residual = torch.empty_like(x) if needed[2] and not one else None  # never needed if residual is None
     groups = 2 if x_bias is None else 3
     summed = needed[1] or needed[3] or needed[4]
     partials = x.new_empty(groups, programs, width, dtype=torch.float32) if summed else None
@@ -274,7 +275,7 @@ def _backward(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """``arguments`` are those of the reference, in its order."""
+        """Run the kernel. ``arguments`` are those of the reference, in the same order."""
         *given, eps, dropout_p, keys, site = arguments
         parts: Any = tuple(None if t is None else t.contiguous() for t in given)
         keys = None if keys is None or dropout_p == 0 else keys.contiguous()
@@ -282,12 +283,12 @@ class _LayerNorm(torch.autograd.Function):
         out, statistics = _forward(parts, eps, keys, ctx.mask)
         ctx.save_for_backward(*parts[:4], keys, statistics)
         ctx.set_materialize_grads(False)
-        return out, out.view_as(out)  # so that autograd refuses changes in place
+        return out, out.view_as(out)  # a view, so that autograd rejects in-place changes
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:
-        there = [d.contiguous() for d in d_outs if d is not None]  # of a result that nobody used there is none
+        there = [d.contiguous() for d in d_outs if d is not None]  # an unused result has no gradient
         if not there:
             return (None,) * 9
         grads = _backward((*there, None)[:2], ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
@@ -295,7 +296,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm of ``x`` (T, D), in its dtype. Raises ValueError if shapes or dtypes do not fit."""
+    """LayerNorm of ``x`` (T, D), in the dtype of ``x``. Raises ValueError if shapes or dtypes do not fit."""
     return dropout_add_layer_norm(x, None, weight, bias, eps)[0]
 
 
@@ -311,10 +312,10 @@ def dropout_add_layer_norm(
     keys: Tensor | None = None,
     site: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``, for two readers: twice, in one memory.
+    """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``, as two results that share memory.
 
-    ``residual`` and ``x_bias`` None count as zeros; ``keys`` (T, 2) int32 are the tokens' dropout keys, None for
-    evaluation; ``site`` names this dropout. Raises ValueError if shapes or dtypes do not fit.
+    ``residual`` and ``x_bias`` count as zeros if they are None. ``keys`` (T, 2) int32 are the tokens' dropout keys,
+    None for evaluation; ``site`` identifies this dropout. Raises ValueError if shapes or dtypes do not fit.
     """
     _check(x, x_bias, residual, weight, bias, keys)
     arguments = x, x_bias, residual, weight, bias, eps, dropout_p, keys, site
@@ -330,10 +331,10 @@ def _check(
     rows = {"weight": weight, "bias": bias} | ({} if x_bias is None else {"x_bias": x_bias})
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in ({"x": x} | rows).items())
     if x.dim() != 2 or any(t.shape != x.shape[1:] for t in rows.values()):
-        raise ValueError(f"layer_norm got {shapes}; they must be (T, D) and (D,)")
+        raise ValueError(f"layer_norm got {shapes}; x must be (T, D), the others (D,)")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"layer_norm got {shapes}, residual {tuple(residual.shape)}; it must be as x")
+        raise ValueError(f"layer_norm got {shapes}, residual {tuple(residual.shape)}; residual must have x's shape")
     dtypes = {t.dtype for t in (x, residual, *rows.values()) if t is not None}
     if len(dtypes) > 1:
-        raise ValueError(f"layer_norm got dtypes {sorted(map(str, dtypes))}; they must be one")
+        raise ValueError(f"layer_norm got dtypes {sorted(map(str, dtypes))}; they must be the same")
     dropout.check_keys(keys, x.shape[0])

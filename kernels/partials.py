@@ -1,4 +1,4 @@
-"""Adds up what the programs of a backward pass leave: fp32 sums over some tokens each, of weights' gradients."""
+"""Adds up the partial weight gradients of a backward pass: each program writes fp32 sums over some of the tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.backend import tl, triton
 
 @triton.jit
 def _add_partials_kernel(
-    partials,  # (G, N, D) fp32: N programs' parts of G gradients
+    partials,  # (G, N, D) fp32: N partial sums, one per program, of G gradients
     sums,  # (G, D)
     count,  # N
     WIDTH: tl.constexpr,
@@ -29,7 +29,7 @@ def _add_partials_kernel(
 
 
 def add_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G, N, D) fp32 -> (G, D) in ``dtype``: the sums over N, in an order that depends on the shape alone."""
+    """Sum (G, N, D) fp32 over N to (G, D) in ``dtype``. The order of the sums depends only on the shape."""
     groups, count, width = partials.shape
     sums = partials.new_empty(groups, width, dtype=dtype)
     _add_partials_kernel[(triton.cdiv(width, 32), groups)](

@@ -26,6 +26,8 @@ from trainer.encode.vectors import Text
 from trainer.errors import TrainerError
 from trainer.finetune.start import read_pretrained
 
+pytestmark = pytest.mark.slow
+
 MARKERS = ["[E1]", "[/E1]"]
 TEXTS = [
     "[E1] bame bames [/E1] deni.",

@@ -16,6 +16,8 @@ from programs import program
 from runs import write_config
 from sshd import command_of, environment_of, wait_for
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 
 

@@ -16,6 +16,8 @@ from data_prep.bench import TENSORFLOW, main
 from data_prep.errors import DataError
 from data_prep.watch import memory, run
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = '''\
 """Asks of TensorFlow all that Google's script asks."""
 import tensorflow as tf

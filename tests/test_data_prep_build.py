@@ -23,6 +23,8 @@ from data_prep.settings import make_settings
 from data_prep.verify import verify
 from data_prep.workers import start_workers
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 GOOD = {"a.txt": b"w0\nw1\n\nw2"}
 

@@ -29,6 +29,8 @@ from ranks import ROOT
 from data_prep.errors import DataError, KilledError
 from data_prep.workers import Stopped, show_progress, start_workers, stop_on_sigterm
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, str(ROOT / "tests" / "mpi_command.py")]
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 needs_mpi = pytest.mark.skipif(MPIRUN is None or not importlib.util.find_spec("mpi4py"), reason="no mpirun and mpi4py")

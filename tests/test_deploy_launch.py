@@ -37,6 +37,8 @@ from test_launchers import container
 from deploy.node import LaunchError, Node, read_node
 from deploy.reasons import End, describe, judge, leave_message
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 120
 STEPS = 40
 KILL, TERM = -signal.SIGKILL, -signal.SIGTERM

@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 
 from deploy.wheels import Target, Wheel, WheelsError, needed, problems, read_lock, read_target, read_wheel
 
+pytestmark = pytest.mark.slow
+
 HOST = Target((3, 12), "x86_64", 28)
 
 

@@ -21,6 +21,8 @@ from ranks import ROOT
 
 from trainer.exits import DONE, REFUSED, STOPPED
 
+pytestmark = pytest.mark.slow
+
 DOCKER = ROOT / "docker"
 FILES = ("Dockerfile", "Dockerfile.cpu")
 # of data_prep; an image has them by EXTRAS: aiohttp brings yarl, and s3fs brings aiobotocore

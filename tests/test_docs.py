@@ -107,6 +107,7 @@ def takes_options(program: str) -> bool:
     return any("parse_args(" in file.read_text(encoding="utf-8") for file in files if file.exists())
 
 
+@pytest.mark.slow
 def test_every_command_is_accepted_by_its_program() -> None:
     asked = {command: words for command in COMMANDS if (words := parsed(command)) is not None}
     assert len(asked) > 30
@@ -152,6 +153,7 @@ def run(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.slow
 def test_a_first_users_commands_run(tmp_path: Path) -> None:
     """The five commands of the README, and what the docs do with their results."""
     section = PROSE[README].partition(FIRST)[2].partition("\n## ")[0]

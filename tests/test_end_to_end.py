@@ -25,6 +25,8 @@ from data_prep.manifest import load_manifest
 from data_prep.shards import shard_name, tar_path
 from trainer.monitor.journal import read_lines
 
+pytestmark = pytest.mark.slow
+
 STEPS = (60, 40)  # of the two phases
 TIMEOUT = 240
 

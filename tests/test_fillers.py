@@ -32,6 +32,8 @@ from trainer.fill_mask import fill_masks
 from trainer.model.bert import Bert, ModelConfig
 from trainer.run.config import load
 
+pytestmark = pytest.mark.slow
+
 MULTIPLES = (1, 8, 64, 128)
 SIZE, FILLED = 61, {1: 61, 8: 64, 64: 64, 128: 128}
 TEXT = "bade [MASK] gola."

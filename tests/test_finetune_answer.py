@@ -283,6 +283,7 @@ def test_the_loss_is_over_a_windows_own_places_and_repeats_bit_for_bit(letters: 
     assert without_gradient(tiny(task, letters.get_vocab_size()), units) == []
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_answer_and_not_to(letters: Tokenizer) -> None:
     """What stands behind the x is the answer; where there is none, there is none."""
     draw, task, records = random.Random(0), AnswerTask(unanswerable=True, stride=3), []

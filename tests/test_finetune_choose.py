@@ -131,6 +131,7 @@ def test_the_loss_is_the_softmax_over_a_records_choices(letters: Tokenizer) -> N
     assert set(unreached) <= {"head_bias"}  # the same for all choices: a softmax sees it by its rounding alone
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_choose(letters: Tokenizer) -> None:
     """The right continuation is the one with an x, wherever it stands."""
     draw, task, records = random.Random(0), ChoiceTask(COLUMNS, 3), []

@@ -23,6 +23,8 @@ from trainer.finetune.task import TaskModel
 from trainer.finetune.tasks import Wish, known
 from trainer.monitor.journal import read_lines
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:

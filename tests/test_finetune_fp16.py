@@ -13,6 +13,8 @@ from finetune_command import finetune, make_inputs, result, told, weights
 from trainer.engine.schedule import Phase, learning_rate
 from trainer.exits import DONE, STOPPED
 
+pytestmark = pytest.mark.slow
+
 
 def test_stopped_in_fp16_equals_never_stopped(tmp_path: Path) -> None:
     """On two ranks: the same scales, rates, losses and weights."""

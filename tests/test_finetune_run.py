@@ -26,6 +26,8 @@ from trainer.finetune.task import TaskModel
 from trainer.finetune.tasks import Wish, known
 from trainer.run.lock import hold
 
+pytestmark = pytest.mark.slow
+
 STILL = ("--rates", "1e-9")  # where nothing moves, and the first evaluation stays the best
 SHORT = (*STILL, "--epochs", "1", "--seeds", "1,2")  # two runs of six steps
 

@@ -193,6 +193,7 @@ def test_the_loss_is_the_words_cross_entropies(tokenizer: Tokenizer) -> None:
     assert without_gradient(tiny(kind, tokenizer.get_vocab_size()), units) == []
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_who_follows_whom(tokenizer: Tokenizer) -> None:
     """Peter is a person, and so is whoever stands next to him; EU is none elsewhere."""
     kind, draw = task("B-PER", "I-PER"), random.Random(0)

@@ -20,6 +20,7 @@ from trainer.convert.folder import random_batch
 from trainer.model.bert import Bert, ModelConfig
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

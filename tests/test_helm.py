@@ -29,6 +29,8 @@ from deploy.node import SETTINGS
 from trainer.exits import REFUSED, STOPPED
 from trainer.run.config import Config, load
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("job", "jobset", "trainjob")
 OPTIONS: dict[str, tuple[str, ...]] = {  # on top of an example, each to be taken by the schemas
     "job": ("--set=rdma.hostNetwork=true", "--set=queue=gpus", "--set=schedulerName=volcano", "--set=image.tag=1.2"),

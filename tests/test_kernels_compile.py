@@ -8,7 +8,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from ranks import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:

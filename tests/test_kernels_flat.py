@@ -172,10 +172,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         make_layout([Piece(5, 5), Piece(0, 6)], 10, cpu)
     with pytest.raises(ValueError, match="unit is 100"):
         make_layout([], 10, cpu, unit=100)
-    with pytest.raises(ValueError, match=r"gradient is \(9,\) on cpu; the layout is for contiguous \(10,\)"):
+    with pytest.raises(ValueError, match=r"gradient is \(9,\) on cpu; it must be contiguous, \(10,\)"):
         gradient_square_sum(torch.zeros(9), make_layout([], 10, cpu))
     for gradient in (torch.zeros(20)[::2], torch.zeros(10, device="meta")):  # strided; elsewhere
-        with pytest.raises(ValueError, match=rf"{gradient.device}; the layout is for contiguous \(10,\) on cpu"):
+        with pytest.raises(ValueError, match=rf"{gradient.device}; it must be contiguous, \(10,\), and on cpu"):
             gradient_square_sum(gradient, make_layout([], 10, cpu))
 
 

@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         with pytest.raises(ValueError, match="sums is .* contiguous torch.float32"):
             lamb_begin(state, state.master, share.layout, MOMENTS, 1, RATE, by, sums)
     for ratios in (torch.ones(0, device=DEVICE), torch.ones(1, 1, device=DEVICE), torch.ones(1, device=DEVICE).half()):
-        with pytest.raises(ValueError, match="ratios is .* 1 rows or more"):
+        with pytest.raises(ValueError, match="ratios is .* at least 1 rows"):
             lamb_finish(state, share.layout, MOMENTS, 1, RATE, ratios)
     with pytest.raises(ValueError, match="step is 0"):
         lamb_begin(state, state.master, share.layout, MOMENTS, 0, RATE, by, torch.zeros(1, 2, device=DEVICE))

@@ -35,6 +35,8 @@ import yaml
 from data_prep.manifest import load_manifest
 from trainer.monitor.journal import read_lines
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 120
 BIN = Path(sys.executable).parent
 COMMANDS = {

@@ -252,6 +252,7 @@ def test_no_state_is_global() -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_types_hold() -> None:
     """A test, so that its minute goes by beside the others."""
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)

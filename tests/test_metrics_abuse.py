@@ -24,6 +24,8 @@ from data_prep.endpoint import CONNECTIONS, REQUEST_BYTES, Endpoint
 from data_prep.metrics import Figures, serve
 from trainer.exits import STOPPED
 
+pytestmark = pytest.mark.slow
+
 GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\n"
 DESCRIPTORS = 200  # of the run: its own, and less than what the clients below would take
 

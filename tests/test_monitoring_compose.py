@@ -18,6 +18,8 @@ import pytest
 import yaml
 from ranks import ROOT
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "deploy/monitoring"
 FILES = {"GRAFANA_PASSWORD_FILE": "/somewhere/grafana", "ALERT_WEBHOOK_FILE": "/somewhere/webhook"}
 Json = dict[str, Any]

@@ -29,6 +29,8 @@ from deploy.monitoring.dashboards import DASHBOARDS, MARKS, queries, substitute
 from deploy.monitoring.dashboards import page as dashboard
 from trainer.monitor.journal import read_lines
 
+pytestmark = pytest.mark.slow
+
 FAULTS = {  # planted by the fixture that waits for the alert
     "LambertStraggler": "one of two ranks stands still four fifths of the time (SIGSTOP, SIGCONT)",
     "LambertGpuError": "XID 79 of the second rank's GPU, said by a stand-in for dcgm-exporter",

@@ -16,6 +16,8 @@ from runs import lines
 
 from deploy.node import Node, read_node
 
+pytestmark = pytest.mark.slow
+
 
 def expected(config: str, folder: Path) -> dict[int, Any]:
     """The losses, step by step, of two ranks without any launcher or network."""

@@ -24,6 +24,8 @@ from data_prep.settings import make_settings
 from trainer.data.order import Order
 from trainer.monitor.journal import read_lines
 
+pytestmark = pytest.mark.slow
+
 STEPS = (33, 21)  # of two phases
 BATCHES = (40, 50)
 EVERY = 3  # steps from one checkpoint to the next

@@ -10,6 +10,8 @@ import sys
 import pytest
 import ranks
 
+pytestmark = pytest.mark.slow
+
 EVALUATE = ["trainer.evaluate", "--checkpoint", "nowhere", "--heldout", "nowhere", "--train", "nowhere"]
 FINETUNE = ["trainer.finetune", *"--task mrpc --model nowhere --train nowhere --dev nowhere --out nowhere".split()]
 

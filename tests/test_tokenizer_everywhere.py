@@ -21,6 +21,8 @@ from trainer.encode.vectors import Text
 from trainer.finetune.start import read_pretrained
 from trainer.model.bert import Bert, ModelConfig
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "glad\u200bworld d😊e.",
     "one\x02two\x85three\x1ffour\x0bfive\x9dsix",

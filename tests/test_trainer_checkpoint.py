@@ -29,6 +29,8 @@ from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
 from trainer.run.identity import require_same_run
 
+pytestmark = pytest.mark.slow
+
 PART = "part-00001-of-00002.safetensors"
 FULL = "File too large"  # what a file meets at its size limit, as it would a full disk
 

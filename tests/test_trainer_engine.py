@@ -14,6 +14,8 @@ from trainer.engine.engine import EngineConfig, deepspeed_config, resolve_precis
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert
 
+pytestmark = pytest.mark.slow
+
 # (ranks, ZeRO stage, micro-batches a rank): the same 16 pairs of very different lengths and mask counts,
 # dropout 0.1, in 1 to 16 parts; 3 x 16 and 3 x 6 have empty parts
 CUTS = [(1, 0, 2), (1, 2, 4), (1, 3, 1), (2, 1, 1), (2, 0, 2), (2, 2, 4), (2, 3, 4), (4, 2, 1), (4, 1, 2), (4, 3, 2)]

@@ -37,6 +37,8 @@ from trainer.run.evaluation import (
     unigram_entropy,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -21,6 +21,8 @@ from trainer.monitor.history import read_history
 from trainer.run.identity import require_own_folder
 from trainer.run.lock import hold
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_folder_is_held_by_one_and_the_next_waits_for_its_end(tmp_path: Path) -> None:
     told: list[str] = []

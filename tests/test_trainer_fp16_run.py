@@ -16,6 +16,8 @@ from trainer.engine.schedule import learning_rate
 from trainer.monitor.journal import read_lines
 from trainer.run.config import load
 
+pytestmark = pytest.mark.slow
+
 STEPS, WARM_UP = 8, "phases.0.warmup_steps=3"
 SKIPPED = (0, 2, 3, 9)  # attempts
 SCALES = (

@@ -19,6 +19,8 @@ from trainer.engine import gradients
 from trainer.engine.gradients import Gradients
 from trainer.engine.partition import Halves
 
+pytestmark = pytest.mark.slow
+
 # Micro-batches of the steps, and who overflows in which of them: the first, the last, the only one.
 PLAN = [(1, ""), (3, ""), (3, "0:0"), (2, ""), (2, "last:1"), (1, ""), (1, "0:0"), (3, "")]
 HALVES = ["fp16:1", "fp16:2", "bf16:2"]

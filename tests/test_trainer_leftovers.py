@@ -20,6 +20,8 @@ from trainer.checkpoint.reading import CheckpointConfig
 from trainer.checkpoint.saving import prune, stuck_saves
 from trainer.convert.folder import becoming
 
+pytestmark = pytest.mark.slow
+
 NOBODY = 65534
 
 

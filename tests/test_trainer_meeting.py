@@ -23,6 +23,8 @@ from trainer.ranks.meeting import Account, Meeting, differences, meet, numbers, 
 from trainer.ranks.world import nccl_reason
 from trainer.run.facts import code
 
+pytestmark = pytest.mark.slow
+
 SAME = {"torch": "2.13.0", "the configuration": "abc"}
 MEET = """
 import sys, trainer.ranks.meeting

@@ -22,6 +22,8 @@ from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
 from trainer.run.config import load, to_tree
 
+pytestmark = pytest.mark.slow
+
 DAY = 1_795_000_000.0  # 2026-11-18
 SPENT = {"start": 100.0, "productive": 3400.0, "evaluation": 100.0}
 

@@ -16,6 +16,8 @@ from trainer.errors import TrainerError
 from trainer.model.batch import MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(layers=2, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=70, gelu="tanh")
 
 

@@ -26,6 +26,8 @@ from trainer.engine.partition import Buffer, Partition, Slice, read_partition
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
 
+pytestmark = pytest.mark.slow
+
 RATE, STEPS = 0.01, 20
 
 

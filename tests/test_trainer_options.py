@@ -117,7 +117,7 @@ def test_kernels_are_chosen_and_refused_before_anything_is_loaded(
 ) -> None:
     own = Path(shutil.copytree(run, tmp_path / "run"))
     assert command(name, own, tiny_shards, "--kernels", "torch") == 0
-    told = [] if name == "fill_mask" else [f"trainer.{name}: kernels: torch (asked for)"]
+    told = [] if name == "fill_mask" else [f"trainer.{name}: kernels: torch (requested)"]
     assert [line for line in capsys.readouterr().err.splitlines() if "kernels" in line] == told
     monkeypatch.setattr(backend, "TRITON_MISSING", "ImportError: none\nhere")
     assert command(name, tmp_path / "none", tiny_shards, "--kernels", "triton") == 2

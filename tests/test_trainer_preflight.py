@@ -14,6 +14,8 @@ from trainer.errors import TrainerError
 from trainer.ranks.hostfile import left_behind, read_environment, read_hosts
 from trainer.ranks.network import falls_to_tcp, ports, spoken
 
+pytestmark = pytest.mark.slow
+
 # as NCCL 2.18 to 2.28 write it
 SOCKET = (
     "node-0:41:41 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>\n"

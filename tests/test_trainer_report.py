@@ -22,6 +22,8 @@ from trainer.monitor.panels import PARTS, smooth, smooth_logarithm, strided, thi
 from trainer.monitor.summary import draw, duration, short, summary
 from trainer.report import main
 
+pytestmark = pytest.mark.slow
+
 LEARNING = ["MLM loss", "NSP loss", "MLM accuracy", "NSP accuracy"]
 OLD = [*LEARNING, "learning rate", "gradient norm", "trust ratio of LAMB", "throughput"]
 

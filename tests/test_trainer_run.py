@@ -31,6 +31,8 @@ from trainer.run.config import load
 from trainer.run.evaluation import evaluate
 from trainer.run.phases import open_phases
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

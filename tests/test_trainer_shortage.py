@@ -26,6 +26,8 @@ from trainer.data.loader import Loader
 from trainer.errors import LostError, PassingError, TrainerError, exit_code, explain, shortage
 from trainer.exits import FAILED, LOST, REFUSED
 
+pytestmark = pytest.mark.slow
+
 
 def fault(number: int) -> OSError:
     return OSError(number, os.strerror(number))

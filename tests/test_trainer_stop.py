@@ -16,6 +16,8 @@ from runs import lines, wait_for, write_config
 from data_prep.manifest import load_manifest
 from trainer.data.order import Order
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 BEFORE = 4  # steps of 30 samples that two windows of 64 are enough for
 

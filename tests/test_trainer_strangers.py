@@ -19,6 +19,8 @@ from trainer.ranks.launchers import on_one_node
 from trainer.ranks.meeting import StrangeError, read_account
 from trainer.ranks.seal import LARGEST, seal, unseal
 
+pytestmark = pytest.mark.slow
+
 HEAR = 1  # seconds until a rank writes its account again
 MEET = f"""
 import sys, psutil, trainer.ranks.meeting

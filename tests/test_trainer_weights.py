@@ -27,6 +27,8 @@ from trainer.engine.partition import Buffer, Partition, Slice
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
 
+pytestmark = pytest.mark.slow
+
 TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=70)
 
 

@@ -15,6 +15,8 @@ from ranks import ROOT, environment, finish, free_port, start
 from trainer.errors import TrainerError
 from trainer.ranks.world import gpu_of, place_for_deepspeed, read_world
 
+pytestmark = pytest.mark.slow
+
 NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0"}
 JOIN = """
 import sys, torch, torch.distributed as dist
