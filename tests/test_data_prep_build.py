@@ -256,7 +256,7 @@ def test_a_store_that_is_damaged_is_told_in_a_line(
 def test_the_vocabulary_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, tokenizer = write_corpus(tmp_path, [4, 4], 8)
     assert main(command(tmp_path, tokenizer, tmp_path / "out")) == 2
-    assert "vocab.txt lies in" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "vocab.txt is inside" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_output_reads_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
