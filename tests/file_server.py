@@ -109,7 +109,7 @@ class Handler(SimpleHTTPRequestHandler):
             self.end_headers()
             piece = len(content) // 16
             for place in range(0, len(content), piece):
-                time.sleep(0.1)
+                time.sleep(0.25)
                 self.wfile.write(content[place : place + piece])
         else:
             coding, body = {

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 SAME = {"torch": "2.13.0", "the configuration": "abc"}
 MEET = """
 import sys, trainer.ranks.meeting
-from trainer.world import from_launcher, join, leave
+from trainer.ranks.world import from_launcher, join, leave
 from trainer.errors import LostError, TrainerError
 world = from_launcher("cpu")
 trainer.ranks.meeting.SAY_SECONDS = 1

@@ -113,11 +113,13 @@ def test_a_byte_more_or_less_is_named(server: Server, cache: Path, name: str, fa
 
 
 def test_a_slow_line_is_no_trickle(server: Server, tmp_path: Path) -> None:
-    """What takes longer than a stall, but goes on, arrives."""
+    """What takes longer than a stall, but goes on, arrives. The stall is long enough for a busy machine's pauses."""
     whole = bytes(1 << 20)
     (server.folder / "slow").write_bytes(whole)
     server.faults["slow"] = ["slow"]
-    Remote(server.address, STALL).fetch("slow", tmp_path / "got", None, len(whole), len(whole))
+    began = time.monotonic()
+    Remote(server.address, 3).fetch("slow", tmp_path / "got", None, len(whole), len(whole))
+    assert time.monotonic() - began > 3
     assert (tmp_path / "got").read_bytes() == whole and server.gets == ["slow"]
 
 

@@ -73,7 +73,7 @@ def test_other_ends_keep_their_codes() -> None:
 TOGETHER = """
 import errno, os, sys
 from trainer.errors import TrainerError, exit_code
-from trainer.world import from_launcher, join, leave, together
+from trainer.ranks.world import from_launcher, join, leave, together
 world = from_launcher("cpu")
 join(world, 30)
 def act():

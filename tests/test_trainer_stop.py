@@ -93,7 +93,7 @@ WAITING = """
 import sys
 from concurrent.futures import Future
 from trainer.stop import Stop
-from trainer.world import from_launcher, join, leave
+from trainer.ranks.world import from_launcher, join, leave
 world = from_launcher("cpu")
 join(world, 300)
 stop = Stop(world, 1)

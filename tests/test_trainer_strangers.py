@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 HEAR = 1  # seconds until a rank writes its account again
 MEET = f"""
 import sys, psutil, trainer.ranks.meeting
-from trainer.world import from_launcher, join, leave
+from trainer.ranks.world import from_launcher, join, leave
 from trainer.errors import LostError, TrainerError
 trainer.ranks.meeting.HEAR_SECONDS = {HEAR}
 try:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0"}
 JOIN = """
 import sys, torch, torch.distributed as dist
-from trainer.world import from_launcher, join, leave
+from trainer.ranks.world import from_launcher, join, leave
 world = from_launcher("cpu")
 join(world, 30)
 rank = torch.tensor([float(world.rank)])
