@@ -284,7 +284,7 @@ def test_the_loss_is_over_a_windows_own_places_and_repeats_bit_for_bit(letters: 
 
 
 def test_a_tiny_model_learns_to_answer_and_not_to(letters: Tokenizer) -> None:
-    """What stands behind the x is the answer; where there is none, there is none."""
+    """The answer is the letter after the x; without an x, the question has no answer."""
     draw, task, records = random.Random(0), AnswerTask(unanswerable=True, stride=3), []
     for number in range(84):
         words = draw.sample("bcdefgh", 6)  # "a" is an article

@@ -259,7 +259,7 @@ def test_runs_that_have_ended_are_not_run_again(inputs: Inputs, swept: tuple[Pat
 
 
 def test_nothing_of_a_users_is_written_over(inputs: Inputs, tmp_path: Path) -> None:
-    """Neither a model in the folder of results, nor a file where predictions are to go; before anything is trained."""
+    """Refused before any training: a foreign model in the output folder, or an existing file for predictions."""
     mine, note = tmp_path / "mine", tmp_path / "note.tsv"
     shutil.copytree(inputs.model, mine / "model")
     note.write_text("mine")

@@ -1,4 +1,4 @@
-"""What was inferred from the data is shown: classes and their counts, and which records have no label."""
+"""Whatever is inferred from the data is reported: classes and their counts, and which records have no label."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_batch_without_weight_adds_nothing() -> None:
 
 @pytest.mark.parametrize("task", [*KINDS, replace(KINDS[0], hidden_head=True)], ids=lambda task: task.export_class)
 def test_dropout_stands_before_the_head_and_behind_its_hidden_layer(task: Toy) -> None:
-    """With a site of its own each, keyed by the token that is read; and not where the task wants none."""
+    """Each dropout has its own site, keyed by the token that is read; a task may also turn the first one off."""
     model, batch = TaskModel(replace(TINY, dropout=0.5), task, 0), Table(UNITS, task).batch(np.arange(9), np.arange(9))
     keys, site = dropout.token_keys(1, 2, batch.samples, batch.positions, batch.cu_seqlens), SITES * (TINY.layers + 1)
     x, at = model.encode(batch, keys), batch.cu_seqlens[:-1].long() if task.pooled else batch.places

@@ -1,4 +1,4 @@
-"""What decides a fine-tuning: its data and seed, what it keeps, and what it remembers over a stop."""
+"""Everything that decides a fine-tuning run: its data and seed, what it keeps, and what it remembers over a stop."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_an_epoch_that_ends_inside_a_step_is_evaluated_after_it(uneven: Path) ->
 
 
 def test_the_weights_that_are_kept_are_those_of_the_best_evaluation(uneven: Path) -> None:
-    """And not the newest, which are worse here."""
+    """The newest weights are worse here, and are not kept."""
     found = result(uneven, rate=0.03)
     assert found["figures"]["accuracy"] > found["evaluations"][-1]["figures"]["accuracy"]
     tree = json.loads((uneven / "results.json").read_text())
