@@ -233,7 +233,7 @@ class Run:
         if record["identity"] != self._identity():
             foreign = spelled(differing(record["identity"], self._identity()))
             raise TrainerError(
-                f"checkpoint {folder} is of another run ({foreign}): undo that change, or name another --out"
+                f"checkpoint {folder} belongs to another run ({foreign}): undo that change, or name another --out"
             )
         checkpoint.restore(found, self.engine.optimizer)
         if record["precision"] == self.engine.precision:
