@@ -57,7 +57,7 @@ class Row:
         return [each for each in read_lines(path) if each["event"] == event] if path.exists() else []
 
     def summary(self) -> dict[str, Any]:
-        """What it reached: held-out results by step, training losses every tenth logged step, trust ratios."""
+        """Summarise the run: held-out results by step, training losses every tenth logged step, trust ratios."""
         steps = [each for each in self.records("step") if each["applied"]]
         kept = ("step", "mlm_loss", "nsp_loss", "gradient_norm", "trust_min", "trust_mean", "trust_max")
         return {

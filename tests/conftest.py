@@ -1,4 +1,4 @@
-"""What tests share: repeatable draws, a small data set of real shards, and a model that fits it."""
+"""Fixtures that tests share: repeatable draws, a small data set of real shards, and a model that fits it."""
 
 from __future__ import annotations
 

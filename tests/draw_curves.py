@@ -80,7 +80,7 @@ PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side
 
 
 def configuration(curve: Curve, shards: Path, out: Path, small: bool) -> dict[str, Any]:
-    """What the run's YAML holds."""
+    """The contents of the run's YAML."""
     by = 64 if small else 1
     batch, steps = curve.batch // by, curve.samples // curve.batch
     rate = curve.rate or RATES[curve.optimizer] * (curve.batch / 8192) ** 0.5

@@ -55,7 +55,7 @@ def configure(site: Site) -> None:
 
 
 def let(site: Site, seconds: float) -> None:
-    """So much time passes."""
+    """Let that much time pass."""
     until = time.monotonic() + seconds
     site.wait_until("time passes", lambda: time.monotonic() > until, timeout=2 * seconds)
 

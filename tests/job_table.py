@@ -45,7 +45,7 @@ class Job:
     folder: Path
 
     def state(self, key: str = "JobState") -> str:
-        """What Slurm says of it; it remembers a job for some minutes."""
+        """The job's state according to Slurm, which remembers a job for some minutes."""
         said = ask(self.site, "scontrol", "show", "job", self.number).split()
         return dict(word.split("=", 1) for word in said if "=" in word).get(key, "")
 
@@ -141,7 +141,7 @@ def execute(name: str, folder: Path, shards: Path, expected: list[dict[str, Any]
 
 
 def submit(place: Site, folder: Path, config: Path) -> Job:
-    """As the script's head says, but for a rank a node, and the environment of a user."""
+    """Submit as the script's head says, except for one rank per node and a user's environment."""
     given = place.environ() | SETTINGS | {"PYTHON": PYTHON}
     words = ["sbatch", "--parsable", f"--chdir={ROOT}", f"--output={folder}/log", "--ntasks-per-node=1"]
     words += ["--gpus-per-node=1", "--cpus-per-task=1", "--time=30", "--signal=TERM@60"]

@@ -41,7 +41,7 @@ def assert_errs_at_most_twice(ours: Tensor, same_dtype: Tensor, exact: Tensor, n
 
 @contextmanager
 def poisoned_buffers() -> Iterator[None]:
-    """Within it, memory that torch allocates and nobody has written yet holds NaN, or the largest integer."""
+    """A context in which memory that torch allocates and nobody has written yet holds NaN, or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills as it allocates: torch.utils.deterministic
     try:

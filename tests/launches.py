@@ -78,12 +78,12 @@ def torchrun() -> list[Shell]:
 
 
 def torchrun_pet() -> list[Shell]:
-    """As in a pod, where no flag is written."""
+    """Launch as in a pod, where no flag is written."""
     return [(["torchrun", *TRAINER], SETTINGS | pet())] * 2
 
 
 def pet() -> dict[str, str]:
-    """What tells ``torchrun`` of two nodes with a rank each."""
+    """Environment that tells ``torchrun`` of two nodes with one rank each."""
     meet = {"PET_MASTER_ADDR": "node-0", "PET_MASTER_PORT": PORT}
     return {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "NODE"} | meet
 
@@ -136,7 +136,7 @@ class Started:
         return inside(self.commands[number])
 
     def pids(self) -> list[int]:
-        """All that there is of it, on both hosts."""
+        """Process ids of the launch, on both hosts."""
         return [pid for host in self.site.hosts for pid in host.pids() if pid not in self.before]
 
     def ranks(self) -> list[int]:
@@ -158,7 +158,7 @@ class Started:
         return [int(command.returncode) for command in self.commands]
 
     def output(self) -> str:
-        """What all of them said so far."""
+        """The output of all processes so far."""
         return self.log.read_text(errors="replace")
 
     def clear(self) -> None:
@@ -186,6 +186,6 @@ def is_rank(pid: int) -> bool:
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
-    """What a run says of each step, without times."""
+    """What a run reports for each step, without times."""
     timed = ("time", "seconds", "wait_seconds")
     return [{key: value for key, value in line.items() if key not in timed} for line in lines(folder, "step")]

@@ -34,7 +34,7 @@ Labels = dict[str, str]
 
 
 class Alert(NamedTuple):
-    """What a webhook was told."""
+    """An alert that a webhook received."""
 
     at: float  # Unix time of its arrival
     began: str  # when Prometheus began to fire it, in UTC
@@ -211,7 +211,7 @@ def serving(command: list[str], log: Path, ready: str) -> Iterator[None]:
 
 
 def page(address: str) -> str | None:
-    """What is at an address; None while nothing answers."""
+    """The page at an address; None while nothing answers."""
     try:
         with urllib.request.urlopen(address, timeout=10) as answer:
             text: str = answer.read().decode()
@@ -221,5 +221,5 @@ def page(address: str) -> str | None:
 
 
 def unix_time(text: str) -> float:
-    """Of a time as Go writes it, with up to nine digits behind the second."""
+    """Convert a time as Go writes it, with up to nine digits after the seconds."""
     return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", text)).timestamp()

@@ -80,7 +80,7 @@ def _connect(mark: str, count: int) -> list[Node]:
 
 
 def _cable(mark: str, port: str, inside: list[str], interface: str, address: str) -> None:
-    """From a port of the switch to an interface with an address, in the namespace that ``inside`` names."""
+    """Connect a port of the switch to an interface with an address, in the namespace that ``inside`` names."""
     switch = ["-n", _switch(mark)]
     _ip(*inside, "link", "add", interface, "type", "veth", "peer", "name", port, "netns", _switch(mark))
     _ip(*switch, "link", "set", port, "master", "bridge", "up")

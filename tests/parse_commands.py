@@ -63,7 +63,7 @@ def run(name: str, arguments: Sequence[str]) -> None:
 
 
 def problem(words: Sequence[str]) -> str:
-    """What the program says of its arguments; empty if it takes them."""
+    """The program's complaint about its arguments; empty if it accepts them."""
     with tempfile.TemporaryFile("w+") as said:  # a real file: some programs ask for its number
         try:
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

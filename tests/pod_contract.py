@@ -50,7 +50,7 @@ def stop(run: Gang) -> str:
 
 
 def kill(run: Gang) -> str:
-    """All processes of one pod at once. The others see it, and all start again from the newest checkpoint."""
+    """Kill all processes of one pod at once. The others see it, and all start again from the newest checkpoint."""
     pods = begin(run)
     hit = time.monotonic()
     pods[1].send(signal.SIGKILL)
@@ -86,7 +86,7 @@ def first_pod_is_new(run: Gang) -> str:
 
 
 def other_pod_is_new(run: Gang) -> str:
-    """Likewise the other way: the new pod 1 meets a pod 0 of the attempt before, which still holds the place."""
+    """The same the other way round: the new pod 1 meets a pod 0 of the attempt before, which still holds the place."""
     return one_by_one(run, 1)
 
 
@@ -129,7 +129,7 @@ ALL_KINDS = (undisturbed, stop, kill)
 
 
 def begin(run: Gang) -> list[Pod]:
-    """All pods, some steps beyond the first checkpoint."""
+    """Start all pods, and run some steps beyond the first checkpoint."""
     pods = run.start_all()
     assert wait_for(lambda: run.trained(EVERY + 2) and saved(run) >= EVERY, PATIENCE), run.output()
     return pods
@@ -144,7 +144,7 @@ def linger(run: Gang, pod: Pod) -> None:
 
 
 def go_on(run: Gang) -> None:
-    """All pods anew, from the newest checkpoint to the end."""
+    """Start all pods again, from the newest checkpoint to the end."""
     finish(run, run.start_all(), saved(run))
 
 

@@ -54,7 +54,7 @@ exec "$@" """
 
 @dataclass(frozen=True)
 class Contract:
-    """What the chart and a controller give the pods of a run."""
+    """The environment that the chart and a controller give the pods of a run."""
 
     hosts: str  # of a pod, without its index
     subdomain: str
@@ -65,12 +65,12 @@ class Contract:
     shm: str  # bytes of /dev/shm, as tmpfs reads them
 
     def name(self, index: int) -> str:
-        """Of a pod in the cluster's DNS, as its namespace's search path makes it short."""
+        """The name of a pod in the cluster's DNS, as its namespace's search path makes it short."""
         return f"{self.hosts}-{index}.{self.subdomain}"
 
 
 def contract(kind: str, folder: Path, shards: Path, train: Path, steps: int, every: int) -> Contract:
-    """Of a release of this kind: a small run in ``folder``/runs, saved every ``every`` steps. Skips without Helm.
+    """The contract of such a release: a small run in ``folder``/runs, saved every ``every`` steps. Skips without Helm.
 
     ``train``: the shards that the run names, if they are there ``shards``.
     """
@@ -125,7 +125,7 @@ def _resolved(value: Any) -> str:
 
 
 def _controller(documents: list[helm.Json]) -> dict[str, str]:
-    """What is set on top: by the Job controller, and by the torch policy of Kubeflow Trainer."""
+    """What controllers add: the Job controller, and by the torch policy of Kubeflow Trainer."""
     told = {"JOB_COMPLETION_INDEX": INDEX}
     if "TrainJob" in [document["kind"] for document in documents]:
         trainer = helm.one(documents, "TrainJob")["spec"]["trainer"]
@@ -156,7 +156,7 @@ class Pod:
 
     @property
     def reason(self) -> str:
-        """What the termination log has."""
+        """The contents of the termination log."""
         return (self.folder / "termination-log").read_text(encoding="utf-8")
 
     @property
@@ -225,7 +225,7 @@ class Gang:
         return [self.start(index) for index in range(SIZE)]
 
     def tell(self, pod: Pod) -> None:
-        """From now on the DNS has it."""
+        """Add the pod to the DNS from now on."""
         self.names[self.contract.name(pod.index)] = pod.node.address
         self._publish()
 
@@ -238,7 +238,7 @@ class Gang:
         return True
 
     def losses(self) -> dict[int, Any]:
-        """By step; one that was done again counts as it was done last."""
+        """Losses by step; for a repeated step, the last one counts."""
         return {line["step"]: line["loss"] for line in lines(self.run, "step")}
 
     def output(self) -> str:
@@ -265,7 +265,7 @@ class Gang:
         return f"{place}{rest}"
 
     def _publish(self) -> None:
-        """What each pod can find: itself, as the kubelet writes it, and what the DNS has."""
+        """Publish the names that each pod can find: itself, as the kubelet writes it, and what the DNS has."""
         told = "".join(f"{address} {name}\n" for name, address in self.names.items())
         for pod in self.pods:
             host = self.contract.name(pod.index).partition(".")

@@ -46,7 +46,7 @@ def gradient(step: int, name: str, shape: torch.Size) -> Tensor:
 
 
 def batch_of(step: int, part: int, parts: int) -> MicroBatch:
-    """What the replaced forwards know their place by."""
+    """A batch whose sample number tells the replaced forwards their place."""
     return replace(filler(0, 0), samples=torch.tensor([(step * 100 + parts) * 100 + part]))
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Rank(Protocol):
-    """What the functions here need of a process."""
+    """The interface of a process that the functions here need."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -75,7 +75,7 @@ def free_port() -> int:
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What ``torchrun`` gives rank ``rank`` of ``size`` on one node."""
+    """The environment that ``torchrun`` gives rank ``rank`` of ``size`` on one node."""
     return {
         **os.environ,
         "RANK": str(rank),

@@ -45,7 +45,7 @@ def lines(folder: Path, event: str) -> list[dict[str, Any]]:
 
 
 def wait_for(done: Callable[[], object], *processes: Forked, timeout: float = 120) -> None:
-    """Until ``done()``; fails with the output of the first process that ends before."""
+    """Wait until ``done()``; fails with the output of the first process that ends before."""
     deadline = time.monotonic() + timeout
     while not done():
         for process in processes:

@@ -85,7 +85,7 @@ def slurm(site: Site) -> Iterator[None]:
 
 
 def ask(site: Site, *words: str) -> str:
-    """What a command of Slurm's says on the first host; empty when it fails."""
+    """The output of a Slurm command on the first host; empty if it fails."""
     environ = site.environ()
     command = site.hosts[0].command(list(words), site.folder, environ)
     done = subprocess.run(command, capture_output=True, text=True, check=False)

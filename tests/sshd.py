@@ -69,7 +69,7 @@ class Host:
         return [*enter, "env", "--ignore-environment", f"--chdir={folder}", *variables, *words]
 
     def pids(self, words: str = "") -> list[int]:
-        """What runs here and has ``words`` in its command, the oldest first: all but the sshd that a host has anyway.
+        """Processes here with ``words`` in their command, oldest first, except for the sshd that every host has.
 
         Zombies do not count.
         """
@@ -100,7 +100,7 @@ def command_of(pid: int) -> str:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """What a process was given at its start."""
+    """The environment that a process was started with."""
     words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -112,7 +112,7 @@ def inside(process: subprocess.Popen[str]) -> int:
 
 
 def wait_for(done: Callable[[], object], timeout: float = PATIENCE) -> bool:
-    """Until ``done()``; whether it came to that in time."""
+    """Wait until ``done()``; returns whether that was in time."""
     deadline = time.monotonic() + timeout
     while not done():
         if time.monotonic() > deadline:
@@ -195,7 +195,7 @@ def _users(home: Path) -> str:
 
 
 def _union() -> str:
-    """What lets a host find the unpacked programs and their libraries where they belong, behind those of the system."""
+    """The command that adds the unpacked programs and libraries to the system's /usr; the system's files come first."""
     return f"mount -t overlay overlay -o lowerdir=/usr:{FOLDER}/usr /usr" if (FOLDER / "usr").exists() else ""
 
 

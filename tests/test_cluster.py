@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks without any launcher or network say of each step."""
+    """What two ranks without a launcher or network report for each step."""
     folder = tmp_path_factory.mktemp("expected")
     config = configure(folder, tiny_shards)
     script = str(ranks.ROOT / "tests/trainer_on_ranks.py")

@@ -47,19 +47,19 @@ def read(text: str) -> Samples:
 
 
 def ask(port: int | None) -> str:
-    """As Prometheus does."""
+    """Ask as Prometheus does."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         return str(answer.read().decode())
 
 
 def scrape(port: int | None) -> Samples:
-    """What it is told."""
+    """What Prometheus receives."""
     return read(ask(port))
 
 
 def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
-    """Of a series of the data set ``train``."""
+    """The key of a series of the data set ``train``."""
     return f"lambert_prep_{name}", frozenset({"dataset": "train", **labels}.items())
 
 
@@ -231,7 +231,7 @@ def gateway() -> Iterator[int]:
 
 
 def group(port: int, dataset: str) -> dict[str, float]:
-    """What the Pushgateway tells of a data set: without a stage's label, by name."""
+    """What the Pushgateway reports for a data set: without a stage's label, by name."""
     series = [line for line in ask(port).splitlines() if f'dataset="{dataset}"' in line and "stage=" not in line]
     assert all('instance="",job="lambert_prep"' in line for line in series)
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in series}
@@ -268,7 +268,7 @@ def test_each_data_set_leaves_its_last_result_and_a_later_failure(gateway: int) 
 
 
 def test_promtool_finds_nothing_wrong(gateway: int, tmp_path: Path) -> None:
-    """In what is left in a file, and at a Pushgateway: its own series are left out."""
+    """Checks a file's contents and a Pushgateway's, of which its own series are left out."""
     figures = Figures("checked")
     with pytest.raises(OSError, match="full"), push(figures, f"http://127.0.0.1:{gateway}"):
         raise OSError("full")
@@ -386,7 +386,7 @@ def test_an_address_is_taken(url: str, capsys: pytest.CaptureFixture[str], monke
 
 
 def test_without_prometheus_client_only_an_endpoint_is_missed() -> None:
-    """As in an image for preparation alone: ``-S`` hides whatever is installed."""
+    """An image for preparation alone lacks the package: ``-S`` hides whatever is installed."""
     code = """
 import sys
 from pathlib import Path

@@ -66,7 +66,7 @@ def test_what_numpy_saves_is_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["an index", "a histogram"])
 def test_every_bit_of_a_header_counts(own_shards: Path, kind: str) -> None:
-    """With the hash of the manifest, and without, as a build reads its own shards after a kill."""
+    """Checked with the manifest's hash and without it, as a build reads its own shards after a kill."""
     manifest = load_manifest(own_shards)
     record, counts = manifest.shards[1], manifest.token_counts
     name = f"{NAME}.idx.npy" if kind == "an index" else counts.file
@@ -113,7 +113,7 @@ def test_what_lies_in_an_indexs_place_is_named_by_all_who_read_it(
 
 
 def test_a_rerun_makes_a_shard_with_a_damaged_index_again(tiny_shards: Path, tmp_path: Path) -> None:
-    """And names what is damaged of the counts that it kept."""
+    """It also names the damage in the counts that it kept."""
 
     def make() -> None:
         settings = make_settings(32, samples_per_shard=64)

@@ -323,7 +323,7 @@ def test_displaced_sentences_are_used_again() -> None:
 
 
 def truncate_seq_pair(a: list[int], b: list[int], most: int, coin: random.Random) -> None:
-    """As in BERT's `create_pretraining_data.py`, in its own words."""
+    """Truncate as in BERT's `create_pretraining_data.py`, in its own words."""
     while len(a) + len(b) > most:
         tokens = a if len(a) > len(b) else b
         if coin.random() < 0.5:

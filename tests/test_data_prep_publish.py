@@ -250,7 +250,7 @@ def test_a_web_server_is_no_place_to_send_to(whole: Path, url: str) -> None:
 def test_only_files_of_the_right_size_are_read_back(
     whole: Path, tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What others put there may be of any size."""
+    """Files that others put there may have any size."""
     opened = list[str]()
     monkeypatch.setattr(Flaky, "_open", lambda self, path, *rest, **options: opened.append(path))
     (tmp_path / "there").mkdir()

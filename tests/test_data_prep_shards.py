@@ -31,7 +31,7 @@ def sample(n: int = 128, m: int = 19, largest: int = 60_000, single: bool = Fals
 
 
 def members(folder: Path, samples: list[Sample], dtype: str = "<u2") -> list[bytes]:
-    """What a shard of the samples holds of each, cut out of it by its index."""
+    """The bytes of each sample in their shard, cut out of it by its index."""
     write_shard(folder, NAME, 0, samples, dtype)
     data, index = (folder / f"{NAME}.tar").read_bytes(), read_index(folder / f"{NAME}.idx.npy")
     return [data[offset : offset + size] for offset, size in index[:, [Column.OFFSET, Column.BYTES]].tolist()]

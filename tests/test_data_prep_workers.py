@@ -38,7 +38,7 @@ PATIENCE = 60  # seconds, of a slow machine
 
 
 def environment() -> dict[str, str]:
-    """For a user who is root in a container, has few cores, and has set what the workers must not heed."""
+    """The environment of a root user in a container with few cores, with variables that workers must ignore."""
     return {
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
@@ -64,7 +64,7 @@ def start_ranks(size: int, *arguments: str, runner: tuple[str, ...] = ("-m", "mp
 
 
 def finish_ranks(*line: str, runner: tuple[str, ...] = ("-m", "mpi4py")) -> tuple[int, str, list[str]]:
-    """As :func:`finish`, of three ranks; once more where mpirun itself crashed, as it rarely does at an end."""
+    """:func:`finish` for three ranks; tries again if mpirun itself crashed, as it rarely does at the end."""
     ended = finish(start_ranks(3, *line, runner=runner))
     return finish(start_ranks(3, *line, runner=runner)) if ended[0] == -signal.SIGSEGV else ended
 
@@ -283,7 +283,7 @@ def lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> list[str]:
-    """What a log says, the k-th item coming at ``clock[k]``; the first time is the start, the last the end."""
+    """The lines that a log prints if the k-th item comes at ``clock[k]``; the first is the start, the last the end."""
     times = iter(clock)
     with monkeypatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: next(times))

@@ -453,7 +453,7 @@ def numbers(folder: Path) -> list[tuple[int, float, int]]:
 
 
 def test_a_stopped_pod_goes_on_as_two_nodes(launch: Callable[..., Launched], tiny_shards: Path, tmp_path: Path) -> None:
-    """As process 1, two SIGTERMs; then a rank on each of two nodes: no step is lost, and none differs."""
+    """Two SIGTERMs as process 1, then one rank on each of two nodes: no step is lost, and none differs."""
     config = write_config(tmp_path, tiny_shards, STEPS)
     run = launch("--nproc-per-node", "2", "--config", str(config), first=True)
     run.wait(lambda: lines(tmp_path / "run", "step"))
@@ -480,7 +480,7 @@ def test_a_stopped_pod_goes_on_as_two_nodes(launch: Callable[..., Launched], tin
 def test_ranks_save_when_their_supervisor_is_killed(
     launch: Callable[..., Launched], tiny_shards: Path, tmp_path: Path
 ) -> None:
-    """After a first start that is refused, in the words of one rank (on a busy machine the other says them, too)."""
+    """A first start is refused, with one rank's message (on a busy machine the other prints it too)."""
     config = write_config(tmp_path, tiny_shards, 1_000_000)
     words = ["--nproc-per-node", "2", "--config", str(config)]
     refused = launch(*words, "--set", "run.sead=1")

@@ -173,7 +173,7 @@ def test_preparation_installs_what_data_prep_imports_and_no_pytorch() -> None:
 
 
 def requirements(folder: Path, *arguments: str) -> list[str]:
-    """What docker/requirements.py prints, in a Python of its own that has only what is in ``folder``/site."""
+    """The output of docker/requirements.py, in a Python of its own that has only what is in ``folder``/site."""
     code = f"import runpy, sys; sys.path = [p for p in sys.path if 'packages' not in p] + [{str(folder / 'site')!r}]; "
     code += (
         f"sys.argv[1:] = {list(arguments)}; runpy.run_path({str(DOCKER / 'requirements.py')!r}, run_name='__main__')"

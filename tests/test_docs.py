@@ -90,7 +90,7 @@ def test_every_module_that_is_named_exists(page: Path) -> None:
 
 
 def parsed(command: Command) -> list[str] | None:
-    """What tests/parse_commands.py takes of a command; None for a program that is not Lambert's."""
+    """A command as tests/parse_commands.py takes it; None for a program that is not Lambert's."""
     words = list(command.words)
     if words[0] in ("deepspeed", "torchrun"):
         return words

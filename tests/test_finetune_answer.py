@@ -218,7 +218,7 @@ def test_the_trainer_that_ours_is_compared_with_gets_the_answers_tokens(letters:
 
 def test_an_answer_that_is_no_piece_cannot_be_learnt(letters: Tokenizer) -> None:
     record = asked("q", "a \u200b b", "\u200b")
-    with pytest.raises(TrainerError, match="here: no piece of the vocabulary stands for its answer"):
+    with pytest.raises(TrainerError, match="here: the vocabulary has no piece for its answer"):
         AnswerTask().units(record, letters, 64, training=True)
     assert AnswerTask().units(record, letters, 64, training=False)[0][0].targets == (0, 0)
     empty = asked("q", "\u200b")
@@ -285,7 +285,7 @@ def test_the_loss_is_over_a_windows_own_places_and_repeats_bit_for_bit(letters: 
 
 @pytest.mark.slow
 def test_a_tiny_model_learns_to_answer_and_not_to(letters: Tokenizer) -> None:
-    """What stands behind the x is the answer; where there is none, there is none."""
+    """The answer is the letter after the x; without an x, the question has no answer."""
     draw, task, records = random.Random(0), AnswerTask(unanswerable=True, stride=3), []
     for number in range(84):
         words = draw.sample("bcdefgh", 6)  # "a" is an article
@@ -353,14 +353,17 @@ def test_the_official_file_and_json_lines_say_the_same(tmp_path: Path, indent: i
         ('{\n"data": [\n}', "line 3: not JSON"),
         (json.dumps(LINE | ANSWER) + "\n{", "line 2: not JSON"),
         (json.dumps({"data": [{"paragraphs": 3}]}), 'data[0]: "paragraphs" must be a list of objects'),
-        (json.dumps(LINE | {"answers": [{"text": "was", "answer_start": 4}]}), "does not stand at 4, but ' wa'"),
+        (
+            json.dumps(LINE | {"answers": [{"text": "was", "answer_start": 4}]}),
+            "is not at 4, where the context has ' wa'",
+        ),
         (json.dumps(LINE | {"answers": [{"text": "was"}]}), "answer_start is None; it must be a whole number"),
         (json.dumps(LINE | {"answers": [{"text": " ", "answer_start": 4}]}), "an answer is ' '"),
-        (json.dumps(LINE | {"answers": {"text": ["Chén"], "answer_start": []}}), "1 answers' texts, 0 answer_start"),
+        (json.dumps(LINE | {"answers": {"text": ["Chén"], "answer_start": []}}), "1 answer texts, but 0 answer_start"),
         (json.dumps(LINE | ANSWER | {"is_impossible": True}), "is_impossible is True, with 1 answers"),
         (json.dumps(LINE | {"question": None}), 'line 1: "question" is None'),
-        (json.dumps(LINE | ANSWER) + "\n" + json.dumps(LINE | ANSWER), "line 2: id 1 stands there twice"),
-        (json.dumps(LINE | {"answers": []}), "line 1: no answer; take the task squad2"),
+        (json.dumps(LINE | ANSWER) + "\n" + json.dumps(LINE | ANSWER), "line 2: id 1 appears twice"),
+        (json.dumps(LINE | {"answers": []}), "line 1: no answer; use the task squad2"),
     ],
 )
 def test_bad_files_are_refused_by_line(tmp_path: Path, text: str, said: str) -> None:

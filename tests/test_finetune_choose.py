@@ -54,7 +54,7 @@ def test_swags_file_as_published(letters: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_the_longer_of_context_and_choice_is_cut_first(letters: Tokenizer) -> None:
-    """As google-research/bert's _truncate_seq_pair: of equals the choice loses its last token."""
+    """As in google-research/bert's _truncate_seq_pair: if both are equally long, the choice loses its last token."""
     task = ChoiceTask(COLUMNS, 2)
     [unit] = task.units(Record(1, "a b c d e", ("x", "x y z a b"), 0), letters, 8, training=True)
     a, b, c, d = range(FIRST, FIRST + 4)
@@ -81,12 +81,12 @@ def test_a_users_own_columns_in_three_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "name", "text", "said"),
     [
-        (COLUMNS, "a.csv", "text,one,two,label\na,b,c,0\na,b,,1\n", "line 3: nothing in the column two"),
+        (COLUMNS, "a.csv", "text,one,two,label\na,b,c,0\na,b,,1\n", "line 3: column two is empty"),
         (
             COLUMNS,
             "a.tsv",
             "text\tone\tlabel\na\tb\t0\n",
-            "line 2: nothing in the column two; there is text, one, label",
+            "line 2: no value in column two; the row has text, one, label",
         ),
         (
             COLUMNS,
@@ -95,13 +95,18 @@ def test_a_users_own_columns_in_three_formats(tmp_path: Path) -> None:
             "line 2: label is '2'; it must be a choice's number, 0 to 1",
         ),
         (COLUMNS, "a.csv", "text,one,two,label\na,b,c,-1\n", "line 2: label is '-1'"),
-        (OWN, "a.jsonl", '{"text": "a", "options": ["b"], "right": 0}\n', "line 1: 1 choice; there must be two"),
+        (
+            OWN,
+            "a.jsonl",
+            '{"text": "a", "options": ["b"], "right": 0}\n',
+            "line 1: 1 choice(s); at least two are needed",
+        ),
         (OWN, "a.jsonl", '{"text": "a", "options": "b", "right": 0}\n', "line 1: column options must be a JSON list"),
         (
             OWN,
             "a.jsonl",
             '{"text": "a", "options": ["b", "c"], "right": 0}\n\n{"text": "a", "options": ["b", "c", "d"], "right": 0}',
-            "line 3: 3 choices, where 2 are wanted; each record must have the same number",
+            "line 3: 3 choices instead of 2; each record must have the same number",
         ),
     ],
 )
@@ -113,7 +118,7 @@ def test_bad_files_are_refused_by_line(tmp_path: Path, columns: Choices, name: s
 
 def test_another_number_of_choices_than_in_training_is_refused(tmp_path: Path) -> None:
     dev = write(tmp_path, '{"text": "a", "options": ["b", "c"], "right": 0}\n', "dev.jsonl")
-    with pytest.raises(TrainerError, match=r"dev\.jsonl, line 1: 2 choices, where 3 are wanted"):
+    with pytest.raises(TrainerError, match=r"dev\.jsonl, line 1: 2 choices instead of 3"):
         ChoiceTask(OWN, 3).read(dev)
 
 

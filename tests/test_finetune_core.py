@@ -101,12 +101,12 @@ def test_a_stop_saves_and_the_same_command_goes_on(inputs: Inputs, whole: dict[i
     out = tmp_path / "out"
     stopped = finetune(inputs, out, "--head", "mlp", size=2, aim=f"{signal.SIGTERM}:14")
     assert [code for code, _ in stopped] == [STOPPED] * 2
-    assert "stopped and saved: the same command goes on" in stopped[0][1]
+    assert "stopped and saved: run the same command to continue" in stopped[0][1]
     assert (run_folder(out) / "step-00000020").is_dir()  # ranks agree every 10 steps
     told: list[str] = []
     given = read_pretrained(run_folder(out), inputs.model, told.append)  # a run's folder can be started from
     choose(given, known("sst2").make(Wish(inputs.data / "train.tsv"), told.append), told.append)
-    assert given.model == TINY and told == ["of the model, not used: another head"]
+    assert given.model == TINY and told == ["not used from the model: another head"]
     ended = finetune(inputs, out, "--head", "mlp", size=2)
     assert [code for code, _ in ended] == [DONE] * 2 and "resumed at step 20" in ended[0][1]
     assert result(out)["evaluations"] == result(whole[2])["evaluations"]
@@ -248,7 +248,7 @@ def test_runs_that_have_ended_are_not_run_again(inputs: Inputs, swept: tuple[Pat
     more = ["--rates", "1e-2,1e2", "--seeds", "1,2", "--test", str(out / "test.tsv")]
     more += ["--also", str(inputs.data / "dev.tsv")]
     [(code, said)] = finetune(inputs, out, *more)
-    assert code == DONE and said.count("it has ended already") == 4 and "loss" not in said, said
+    assert code == DONE and said.count("already finished: ") == 4 and "loss" not in said, said
     assert {path: path.stat().st_mtime_ns for path in out.glob("rate-*/*")} == before
     predicted = seen.pop("predictions")
     assert predicted == str(out / "said.tsv")
@@ -261,13 +261,13 @@ def test_runs_that_have_ended_are_not_run_again(inputs: Inputs, swept: tuple[Pat
 
 
 def test_nothing_of_a_users_is_written_over(inputs: Inputs, tmp_path: Path) -> None:
-    """Neither a model in the folder of results, nor a file where predictions are to go; before anything is trained."""
+    """Refused before any training: a foreign model in the output folder, or an existing file for predictions."""
     mine, note = tmp_path / "mine", tmp_path / "note.tsv"
     shutil.copytree(inputs.model, mine / "model")
     note.write_text("mine")
     for out, more, said in (
-        (mine, [], f"{mine} holds model, which is not a fine-tuning's: name another --out"),
-        (tmp_path / "out", ["--predict", str(note)], f"--predict {note} is there already: name another file"),
+        (mine, [], f"{mine} contains model, which fine-tuning did not write: name another --out"),
+        (tmp_path / "out", ["--predict", str(note)], f"--predict {note} already exists: name another file"),
         (note, [], f"--out {note} is a file: name a folder"),
     ):
         [(code, told)] = finetune(inputs, out, *more)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_stopped_in_fp16_equals_never_stopped(tmp_path: Path) -> None:
-    """On two ranks: the same scales, rates, losses and weights."""
+    """Two ranks give the same scales, rates, losses and weights."""
     inputs, scales = make_inputs(tmp_path), list[list[str]]()
 
     def train(name: str, aim: str = "-") -> list[int]:

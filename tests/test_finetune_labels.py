@@ -1,4 +1,4 @@
-"""What was inferred from the data is shown: classes and their counts, and which records have no label."""
+"""Whatever is inferred from the data is reported: classes and their counts, and which records have no label."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def test_a_sentence_tasks_classes_are_counted_and_a_value_can_mean_none(tmp_path
 
 def test_published_tasks_and_numbers_know_it_too(tmp_path: Path) -> None:
     path = lines(tmp_path / "test.jsonl", texts([0, -1]))
-    with pytest.raises(
-        TrainerError, match="line 2: label is '-1', .* if it means that there is no label, say --no-label -1"
-    ):
+    with pytest.raises(TrainerError, match="line 2: label is '-1', .* if it means no label, pass --no-label -1"):
         made(path, "sst2").read(path)
     task = made(path, "sst2", "-1")
     assert task.classes(task.read(path)) == {"0": 1, "1": 0, NONE: 1}
@@ -79,7 +77,7 @@ def test_columns_that_were_chosen_among_several_are_told(tmp_path: Path) -> None
     path, told = lines(tmp_path / "train.jsonl", [row | {"label": label} for label in (0, 1)]), list[str]()
     task = made(path, told=told)
     assert [record.first for record in task.read(path)] == ["a", "a"]
-    said = "columns sentence1, sentence2, label are used, not sentence, label: choose others by --text-columns"
+    said = "using columns sentence1, sentence2, label, not sentence, label: choose others with --text-columns"
     assert len(told) == 1 and said in told[0]
     made(path, told=told, columns=Columns(("sentence",), "label")).read(path)
     assert len(told) == 1
@@ -91,7 +89,7 @@ def test_columns_that_were_chosen_among_several_are_told(tmp_path: Path) -> None
 def test_words_without_a_tag_are_neither_learnt_nor_scored(tmp_path: Path) -> None:
     path = tmp_path / "train.txt"
     path.write_text("a B-X\nb _\nc O\n\na _\nb _\n\na O\nb B-X\nc I-X\n")
-    with pytest.raises(TrainerError, match="line 2: tag '_' is none of O, B-TYPE and I-TYPE; .* say --no-label _"):
+    with pytest.raises(TrainerError, match="line 2: tag '_' is none of O, B-TYPE and I-TYPE; .* pass --no-label _"):
         made(path, "ner")
     task = made(path, "ner", "_")
     records = task.read(path)
@@ -163,7 +161,7 @@ def test_classes_are_named_at_the_start_and_a_file_of_one_alone_is_a_warning(fol
     told: list[str] = []
     make_job(parse(words(folder, tmp_path)), told.append)
     assert f"classes in {folder}/train.jsonl: -1 (8), 0 (8), 1 (8), 2 (8)" in told
-    warning = f"every label in {folder}/test.jsonl is -1: if it means that there is none, say --no-label -1"
+    warning = f"every label in {folder}/test.jsonl is -1: if it means no label, pass --no-label -1"
     assert [line for line in told if line.startswith("warning")] == [f"warning: {warning}"]
 
 
@@ -172,7 +170,7 @@ def test_a_test_file_without_labels_is_predicted_and_not_scored(folder: Path, tm
     for more in ([], [], ["--predict", str(tmp_path / "named.jsonl")]):  # the second writes its own file again
         [(code, said)] = finish(fork(1, ON_RANKS, "-", *words(folder, out, "--no-label", "-1", *more)))
         predicted = Path(more[-1]) if more else out / "predictions-test.jsonl"
-        assert code == DONE and f"test.jsonl has no labels: it is predicted, into {predicted}, and not scored" in said
+        assert code == DONE and f"test.jsonl has no labels: predictions go to {predicted}, and it is not scored" in said
         assert "classes in" in said and "warning: every label" not in said
         rows = [json.loads(line) for line in predicted.read_text().splitlines()]
         assert len(rows) == 5 and all(row["prediction"] in "012" and "label" not in row for row in rows)

@@ -142,7 +142,7 @@ def test_a_batch_without_weight_adds_nothing() -> None:
 
 @pytest.mark.parametrize("task", [*KINDS, replace(KINDS[0], hidden_head=True)], ids=lambda task: task.export_class)
 def test_dropout_stands_before_the_head_and_behind_its_hidden_layer(task: Toy) -> None:
-    """With a site of its own each, keyed by the token that is read; and not where the task wants none."""
+    """Each dropout has its own site, keyed by the token that is read; a task may also turn the first one off."""
     model, batch = TaskModel(replace(TINY, dropout=0.5), task, 0), Table(UNITS, task).batch(np.arange(9), np.arange(9))
     keys, site = dropout.token_keys(1, 2, batch.samples, batch.positions, batch.cu_seqlens), SITES * (TINY.layers + 1)
     x, at = model.encode(batch, keys), batch.cu_seqlens[:-1].long() if task.pooled else batch.places
@@ -173,13 +173,13 @@ def test_a_missing_pooler_is_told_and_drawn_from_the_seed(tmp_path: Path) -> Non
     given = read_pretrained(bert_folder(tmp_path, pooler=False), None, told.append)
     start = choose(given, CLASSES, told.append)
     assert told == [
-        "the model has no pooler: it is drawn from the seed, as the head is",
-        "of the model, not used: MLM head, NSP head",
+        "the model has no pooler: it is drawn from the seed, like the head",
+        "not used from the model: MLM head, NSP head",
     ]
     assert "pooler_weight" not in start and torch.equal(start["token_table"], given.weights["token_table"])
     told.clear()
     choose(given, TAGS, told.append)  # which has no use for one
-    assert told == ["of the model, not used: MLM head, NSP head"]
+    assert told == ["not used from the model: MLM head, NSP head"]
 
 
 def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
 def test_plain_weights_are_taken_as_they_are_with_a_tokenizer_that_is_named(tmp_path: Path) -> None:
     file, own = tmp_path / "plain.safetensors", Bert(TINY, seed=8).state_dict()
     plain_weights.write(own, TINY, file)
-    with pytest.raises(TrainerError, match="has no tokenizer beside it: name its folder by --tokenizer"):
+    with pytest.raises(TrainerError, match="has no tokenizer next to it: name its folder with --tokenizer"):
         read_pretrained(file, None, refuse)
     given = read_pretrained(file, tokenizer_folder(tmp_path / "tokenizer"), refuse)
     assert given.model == TINY and all(torch.equal(tensor, own[name]) for name, tensor in given.weights.items())
@@ -238,14 +238,14 @@ def test_a_vocabulary_alone_is_a_tokenizer_with_its_own_case(tmp_path: Path) -> 
 
 def test_what_the_model_or_the_data_cannot_do_is_refused(tmp_path: Path) -> None:
     made, data = bert_folder(tmp_path), write_data(tmp_path / "data", 20, 10)
-    with pytest.raises(TrainerError, match="--max-length is 41, and .* has 40 positions: at most 40"):
+    with pytest.raises(TrainerError, match="--max-length is 41, but .* has 40 positions: use at most 40"):
         make_job(options(made, data, "--max-length", "41"), refuse)
     unlabelled = tmp_path / "unlabelled.tsv"
     unlabelled.write_text("sentence\nbame bani\n")
-    with pytest.raises(TrainerError, match="unlabelled.tsv holds no answers to learn from: it needs its labels"):
+    with pytest.raises(TrainerError, match="unlabelled.tsv has no labels to train on: add them"):
         make_job(options(made, data, "--max-length", "40", "--train", str(unlabelled)), lambda text: None)
     for part in ("--dev", "--also"):  # before the training, not after it
-        with pytest.raises(TrainerError, match="unlabelled.tsv holds no answers to be judged by"):
+        with pytest.raises(TrainerError, match="unlabelled.tsv has no labels to evaluate against"):
             make_job(options(made, data, "--max-length", "40", part, str(unlabelled)), lambda text: None)
     job, test = make_job(options(made, data, "--max-length", "40", "--test", str(unlabelled)), lambda text: None)
     assert len(job.training) == 20 and test is not None and not test.known
@@ -336,14 +336,17 @@ def test_a_setting_that_mostly_diverges_has_no_median() -> None:
     results = [result(1e-5, 1, 0.9), result(1e-5, 2, None, "diverged"), result(1e-5, 3, None, "diverged")]
     rows = summarise(results, "f1")
     assert rows[0].median is None
-    with pytest.raises(TrainerError, match="no setting has a median: half of its runs or more diverged"):
+    with pytest.raises(TrainerError, match="no setting has a median: at least half of the runs of each diverged"):
         choose_run(rows, results, "f1")
 
 
 def test_damaged_results_are_named(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"how": "done"})
     assert read_json(tmp_path / "a.json") == {"how": "done"}
-    for content, said in (("{", "is damaged .* remove its folder"), ("[]", "is none of ours: remove it")):
+    for content, said in (
+        ("{", "is damaged .* remove its folder"),
+        ("[]", "was not written by this command: remove it"),
+    ):
         (tmp_path / "a.json").write_text(content)
         with pytest.raises(TrainerError, match=said):
             read_json(tmp_path / "a.json")

@@ -1,4 +1,4 @@
-"""What decides a fine-tuning: its data and seed, what it keeps, and what it remembers over a stop."""
+"""Everything that decides a fine-tuning run: its data and seed, what it keeps, and what it remembers over a stop."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_settings_that_would_share_a_folder_are_refused(inputs: Inputs) -> None:
         options(inputs, "--rates", "1e-5,2e-5,1.0000001e-5", "--epochs", "2,3")
     said = str(caught.value).split("; ")
     assert len(said) == 2 and all("rate=1e-05," in one and "rate=1.0000001e-05," in one for one in said)
-    assert "are alike in 6 digits and share a folder: leave one out" in said[0]
+    assert "agree to 6 digits and would share a folder: drop one" in said[0]
 
 
 # ---- short runs, one after the other ---------------------------------------------------------------------------
@@ -86,14 +86,14 @@ def short(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Short:
 def test_a_sweep_stops_between_runs_that_are_too_short_to_stop_themselves(short: Short) -> None:
     code, said = short.stopped
     assert code == STOPPED and "run 1 of 2" in said and "run 2 of 2" not in said, said
-    assert "stopped and saved: the same command goes on" in said
+    assert "stopped and saved: run the same command to continue" in said
     code, said = short.ended
-    assert code == DONE and said.count("it has ended already") == 1, said
+    assert code == DONE and said.count("already finished: ") == 1, said
 
 
 def test_a_result_of_another_rate_is_not_taken_for_this_ones(short: Short, inputs: Inputs) -> None:
     [(code, said)] = finetune(inputs, short.out, *SHORT, "--rates", "1.0000001e-9")
-    assert code == REFUSED and "is another setting's, {'rate': 1e-09," in said and "step" not in said, said
+    assert code == REFUSED and "has the result of another setting, {'rate': 1e-09," in said and "step" not in said, said
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -133,7 +133,7 @@ def test_an_epoch_that_ends_inside_a_step_is_evaluated_after_it(uneven: Path) ->
 
 
 def test_the_weights_that_are_kept_are_those_of_the_best_evaluation(uneven: Path) -> None:
-    """And not the newest, which are worse here."""
+    """The newest weights are worse here, and are not kept."""
     found = result(uneven, rate=0.03)
     assert found["figures"]["accuracy"] > found["evaluations"][-1]["figures"]["accuracy"]
     tree = json.loads((uneven / "results.json").read_text())
@@ -181,7 +181,7 @@ def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_pa
         (one / "checkpoint.json").write_text("{")
     [(code, said)] = finetune(inputs, tmp_path, *more)
     assert code == REFUSED and "loss" not in said, said
-    assert f"no whole checkpoint in {folder}: remove the folder to start this run anew" in said
+    assert f"no whole checkpoint in {folder}: remove the folder to start this run again" in said
 
 
 def test_a_folder_that_another_command_writes_is_refused(inputs: Inputs, tmp_path: Path) -> None:

@@ -97,32 +97,34 @@ def test_records_without_an_agreed_label_are_left_out_and_counted(tmp_path: Path
     told: list[str] = []
     path = write(tmp_path / "dev.jsonl", json.dumps(SNLI), json.dumps(SNLI | {"gold_label": "-"}), json.dumps(SNLI))
     assert len(known("snli").make(Wish(path), told.append).read(path)) == 2
-    assert len(told) == 1 and "of 3 records, left out 1 that have no label that its annotators agreed on" in told[0]
+    assert len(told) == 1 and "of 3 records, skipped 1 that have no label that the annotators agreed on" in told[0]
 
 
 def test_cut_off_lines_are_left_out_of_qqp_and_refused_elsewhere(tmp_path: Path) -> None:
     told: list[str] = []
     path = write(tmp_path / "train.tsv", "sentence1\tsentence2\tlabel", "A\tB\t1", "A", "C\tD\t0")
     assert len(known("qqp").make(Wish(path), told.append).read(path)) == 2
-    assert "left out 1 that are too short" in told[0]
-    with pytest.raises(TrainerError, match=r"train.tsv, line 3: it has nothing in the column sentence2"):
+    assert "skipped 1 that are too short" in told[0]
+    with pytest.raises(TrainerError, match=r"train.tsv, line 3: no value in column sentence2"):
         read("mrpc", path)
 
 
 def test_an_unknown_label_is_refused_by_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path / "dev.tsv", "sentence1\tsentence2\tlabel", "A\tB\tentailment", "A\tB\tentails")
-    with pytest.raises(TrainerError, match=r"dev.tsv, line 3: label is 'entails', which is none of entailment, not_"):
+    with pytest.raises(
+        TrainerError, match=r"dev.tsv, line 3: label is 'entails', which is not one of entailment, not_"
+    ):
         read("rte", path)
     train = write(tmp_path / "train.tsv", "sentence\tlabel", "A\tyes", "B\tno")
     dev = write(tmp_path / "own.tsv", "sentence\tlabel", "A\tmaybe")
-    with pytest.raises(TrainerError, match=r"own.tsv, line 2: label is 'maybe', which is none of no, yes"):
+    with pytest.raises(TrainerError, match=r"own.tsv, line 2: label is 'maybe', which is not one of no, yes"):
         task("sentence", train).read(dev)
 
 
 @pytest.mark.parametrize("score", ["nan", "high", "1,5"])
 def test_a_score_that_is_no_number_is_refused(score: str, tmp_path: Path) -> None:
     path = write(tmp_path / "dev.tsv", "sentence1\tsentence2\tlabel", f"A\tB\t{score}")
-    with pytest.raises(TrainerError, match="line 2: label is '.*', which is no number"):
+    with pytest.raises(TrainerError, match="line 2: label is '.*', which is not a number"):
         read("stsb", path)
 
 
@@ -142,26 +144,28 @@ def test_own_columns_in_every_format(tmp_path: Path) -> None:
 
 def test_columns_that_are_not_there_are_named_with_those_that_are(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", "id\tbody", "1\tone")
-    with pytest.raises(TrainerError, match=r"has no columns sentence1, sentence2 but body, id: name them by --text-co"):
+    with pytest.raises(
+        TrainerError, match=r"has no columns sentence1, sentence2, only body, id: name them with --text-co"
+    ):
         read("rte", path)
 
 
 def test_a_tab_too_many_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", "sentence\tlabel", "one\t1", "t\two\t0")
-    with pytest.raises(TrainerError, match=r"line 3: 3 fields, the first line has 2: is there a tab"):
+    with pytest.raises(TrainerError, match=r"line 3: 3 fields, but the first line has 2: is there an extra tab"):
         read("sst2", path)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.xlsx", "sentence", "its ending says no format"),
-        ("a.tsv", "", "holds no row"),
-        ("a.tsv", "sentence\tlabel\tsentence\nA\t1\tB\n", "line 1: the column sentence stands there twice"),
-        ("a.jsonl", "[1]\n", "line 1: no JSON object"),
+        ("a.xlsx", "sentence", "unsupported file extension; use one of .tsv"),
+        ("a.tsv", "", "has no row"),
+        ("a.tsv", "sentence\tlabel\tsentence\nA\t1\tB\n", "line 1: column sentence appears twice"),
+        ("a.jsonl", "[1]\n", "line 1: expected a JSON object"),
         ("a.jsonl", '{"sentence": "half \\ud83d"}\n', r"line 1: not JSON \(half a character, .ud83d"),
         ("a.jsonl", "[" * 100_000, "line 1: not JSON"),
-        ("a.csv", 'sentence,label\n"x,1\n', "no CSV"),
+        ("a.csv", 'sentence,label\n"x,1\n', "not valid CSV"),
         ("gone.tsv", None, "gone.tsv cannot be read"),
     ],
 )
@@ -175,7 +179,7 @@ def test_files_that_cannot_be_read(name: str, text: str | None, said: str, tmp_p
 def test_one_label_alone_is_no_task(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", "sentence\tlabel", "A\t1", "B\t1", "C\t ")  # a blank is no label
     with pytest.raises(
-        TrainerError, match=r"has 1 label\(s\) in its column label: name the right one by --label-column"
+        TrainerError, match=r"has 1 label\(s\) in column label: name the right column with --label-column"
     ):
         task("sentence", path)
 
@@ -185,7 +189,7 @@ def test_numbers_are_asked_for_by_regression(tmp_path: Path) -> None:
     made = task("sentence", path, regression=True)
     assert made.labels == () and made.outputs == 1 and made.measure == "pearson"
     assert task("sentence", path, regression=True, measure="spearman").measure == "spearman"
-    with pytest.raises(TrainerError, match="--measure f1 is none of sentence's: pearson, spearman"):
+    with pytest.raises(TrainerError, match="--measure f1 is not a metric of sentence: use one of pearson, spearman"):
         task("sentence", path, regression=True, measure="f1")
 
 
@@ -199,7 +203,7 @@ def test_a_folder_of_data_has_its_files_under_their_own_names(tmp_path: Path) ->
     assert (options.dev.name, [path.name for path in options.also]) == ("dev_matched.tsv", ["dev_mismatched.tsv"])
     assert options.test is None
     assert parse(["--task", "sick-entailment", *common]).dev.name == "SICK.txt#SemEval_set=TRIAL"
-    with pytest.raises(TrainerError, match=r"--dev is not given, and .* holds none of dev.tsv, dev.jsonl"):
+    with pytest.raises(TrainerError, match=r"--dev is not given, and .* contains none of dev.tsv, dev.jsonl"):
         parse(["--task", "rte", *common])
     own = parse(["--task", "rte", *common, "--dev", "x.csv", "--text-columns", "a,b", "--label-column", "c"])
     assert own.wish.columns == Columns(("a", "b"), "c") and own.dev == Path("x.csv")

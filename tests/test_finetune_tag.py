@@ -149,16 +149,16 @@ def test_bio_is_left_as_it_is_and_json_lines_say_the_same(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.txt", "EU B-A\nrejects\n", "line 2: 1 columns, where 2 are wanted"),
-        ("a.txt", "EU X B-A\nrejects O\n", "line 2: 2 columns, where 3 are wanted"),
+        ("a.txt", "EU B-A\nrejects\n", "line 2: 1 columns instead of 2"),
+        ("a.txt", "EU X B-A\nrejects O\n", "line 2: 2 columns instead of 3"),
         ("a.txt", "EU S-A\n", "line 1: tag 'S-A' is none of O, B-TYPE and I-TYPE"),
         ("a.txt", "EU B-A\n\nof O\nPeter I-A\n", "line 4: an I- begins an entity here, and a B- does at line 1"),
-        ("a.txt", "\n-DOCSTART- O\n", "holds no sentence"),
+        ("a.txt", "\n-DOCSTART- O\n", "has no sentences"),
         ("a.txt", "EU O\n", "no word has a tag other than O"),
         ("a.jsonl", '{"tokens": ["EU"], "ner_tags": ["B-A"]}\n{"tokens": ["EU"]\n', "line 2: not JSON"),
         ("a.jsonl", '{"tokens": ["EU"], "ner_tags": [3]}\n', 'line 1: "ner_tags" must be a list of strings'),
         ("a.jsonl", '\n{"tokens": ["EU", "x"], "ner_tags": ["B-A"]}\n', "line 2: 2 tokens and 1 ner_tags"),
-        ("a.jsonl", "[]\n", "line 1: no JSON object but list"),
+        ("a.jsonl", "[]\n", "line 1: expected a JSON object, got list"),
     ],
 )
 def test_bad_files_are_refused_by_line(tmp_path: Path, name: str, text: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show; CI has none, and docs/lab.md holds the last results. Run: pytest -m gpu"""
+"""Tests that need a GPU; CI has none, and docs/lab.md has the last results. Run: pytest -m gpu"""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_every_stage_takes_the_papers_steps(
 @STAGES
 @pytest.mark.parametrize("offload", ["", "offload=optimizer"])
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(tmp_path: Path, stage: int, offload: str) -> None:
-    """In fp16, while the loss scale moves."""
+    """Runs in fp16, while the loss scale changes."""
     options = ("device=cuda", "precision=fp16", *filter(None, [offload]))
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     for root, parts in ((straight, (6,)), (halves, (3, 3))):

@@ -81,7 +81,7 @@ def test_the_version_is_the_projects() -> None:
 
 
 def problems(document: Json) -> list[str]:
-    """What the schema of a document's kind has against it, unknown keys among it."""
+    """Violations of the schema for the document's kind, including unknown keys."""
     kind = document["kind"]
     if kind in MODELS:
         try:
@@ -283,7 +283,7 @@ def test_the_trainer_takes_the_configuration(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy/configs").glob("b*.yaml")), ids=lambda path: path.stem)
 def test_a_file_arrives_as_it_is(path: Path, tmp_path: Path) -> None:
-    """All its numbers, through Go's YAML and back."""
+    """All its numbers survive Go's YAML."""
     text = path.read_text(encoding="utf-8").replace(" data/", " /data/").replace(" runs/", " /runs/")
     (tmp_path / "given.yaml").write_text(text, encoding="utf-8")
     given = load(tmp_path / "given.yaml", ["run.device=cuda", "run.ranks=16"])

@@ -1,4 +1,4 @@
-"""What the chart may be told: each value described, a mistake refused in one line, and its pods as safe as promised."""
+"""The chart's values: each is described, a mistake is refused in one line, and the pods are as safe as promised."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_numbers_arrive_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_pods_are_restricted(name: str) -> None:
-    """As the Pod Security level `restricted` has it, with a root file system that is read-only."""
+    """Pods meet the Pod Security level `restricted`, and their root file system is read-only."""
     spec = pod(rendered(name, "--set=rdma.resource=null"))
     assert spec["automountServiceAccountToken"] is False and "hostNetwork" not in spec
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 10001
@@ -264,7 +264,7 @@ def test_checkpoints_outlive_the_release() -> None:
 
 
 def test_another_configuration_makes_another_pod() -> None:
-    """So that an upgrade cannot change a run under way: a pod's template, and the ConfigMap, are immutable."""
+    """An upgrade thus cannot change a run in progress: a pod's template and the ConfigMap are immutable."""
     first, second = rendered("job"), rendered("job", "--set=run.run.seed=2")
     marks = {job_spec(each)["template"]["metadata"]["annotations"]["checksum/config"] for each in (first, second)}
     assert len(marks) == 2 and one(first, "ConfigMap")["immutable"]

@@ -21,7 +21,7 @@ def draw(step: int, dtype: torch.dtype, lengths: list[int]) -> list[Tensor | Non
 
 
 def whole(gradients: list[Tensor | None], places: Places, size: int) -> Tensor:
-    """What stands where, NaN in the gaps."""
+    """The buffer with each tensor in its place, and NaN in the gaps."""
     flat = torch.full((size,), torch.nan)
     for gradient, offset, length in zip(gradients, places.offsets, places.lengths, strict=True):
         flat[offset : offset + length] = 0.0 if gradient is None else gradient.float().cpu().view(-1)
@@ -60,7 +60,7 @@ def test_memory_that_begins_anywhere_is_read_right() -> None:
 
 
 def test_no_gradient_at_all_is_one_of_zeros() -> None:
-    """And where nothing lies in the buffer, nothing is done."""
+    """If the buffer is empty, nothing is done."""
     out = torch.full((8,), 3.0, device=DEVICE)
     with backend.using("triton"):
         accumulate(out, [], make_places([], [], DEVICE))

@@ -33,7 +33,7 @@ def paper(weights: Tensor, decay: Tensor, gradients: list[Tensor], moments: Mome
 
 
 def steps(shares: list[Share], weights: Tensor, gradients: list[Tensor], moments: Moments) -> list[Flat]:
-    """All steps on all ranks; the gradients arrive four times too large."""
+    """Take all steps on all ranks; the gradients arrive four times too large."""
     states = [zero_state(share, weights) for share in shares]
     factor = torch.tensor(0.25, device=DEVICE)
     for step, gradient in enumerate(gradients, 1):

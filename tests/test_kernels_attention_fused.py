@@ -148,7 +148,7 @@ def test_strided_keys_and_ends_are_read_rightly(dtype: torch.dtype) -> None:
 
 
 def test_what_the_kernels_do_not_take_is_refused_with_the_numbers() -> None:
-    """Before anything is copied: what is expanded here would be 6 GB."""
+    """Refused before anything is copied: the expanded tensor would be 6 GB."""
     with pytest.raises(ValueError, match="192 wide; the kernels take at most 128"):
         run("triton", torch.zeros(4, 3, 1, 192), torch.zeros(4, 1, 192), [4], 0.0)
     one = torch.zeros((), dtype=torch.float16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What holds of all kernels: a second derivative is refused, and what lies far off in memory is read and written."""
+"""Rules for all kernels: a second derivative is refused, and what lies far off in memory is read and written."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_small_shares_survive_the_loss_scale(triton: None) -> None:
 
 
 def test_what_takes_no_part_has_no_gradient_where_the_loss_overflows(triton: None) -> None:
-    """Neither the padding nor a row without a label: 0 times infinity would be NaN."""
+    """Padding and rows without a label have none: 0 times infinity would be NaN."""
     logits = torch.randn(2, 10, device=DEVICE, requires_grad=True)
     loss, _ = cross_entropy(logits, torch.tensor([0, IGNORED], device=DEVICE), 7)
     (gradient,) = torch.autograd.grad(loss, logits, torch.tensor(float("inf"), device=DEVICE))
@@ -120,7 +120,7 @@ def test_a_row_without_a_label_leaves_zeros_whatever_its_memory_held(triton: Non
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_whose_loss_is_nan_has_no_right_answer(either: None, bad: float) -> None:
-    """Not even where what is not a number stands at the label."""
+    """This holds even if the NaN is at the label."""
     for column in range(3):
         logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 5.0, 1.0]], device=DEVICE)
         logits[0, column] = bad

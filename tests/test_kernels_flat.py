@@ -22,7 +22,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of tensors that stand one after another: elements ``begin … end`` of all."""
+    """One rank's share of tensors laid end to end: elements ``begin … end`` of all."""
 
     begin: int
     end: int

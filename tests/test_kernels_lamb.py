@@ -64,7 +64,7 @@ def paper(
 def steps(
     shares: list[Share], weights: Tensor, gradients: list[Tensor], moments: Moments, scale: float = 256.0
 ) -> tuple[list[Flat], Tensor]:
-    """All steps on all ranks, whose sums meet as an all-reduce would have them; and the last ratios."""
+    """Take all steps on all ranks, whose sums meet as an all-reduce would have them; and the last ratios."""
     states = [zero_state(share, weights, torch.float16) for share in shares]
     rows = 1 + max((piece.row for share in shares for piece in share.layout.pieces), default=-1)
     ratios = torch.ones(rows, device=DEVICE)
@@ -116,7 +116,7 @@ def test_steps_are_the_papers(correction: bool) -> None:
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, sum(SIZES)), max_size=3))
 def test_tensors_may_be_cut_anywhere(cuts: list[int]) -> None:
-    """Into empty shares too."""
+    """Some of the shares are empty."""
     assert_papers("torch", MOMENTS, sorted(cuts), 8)
 
 
@@ -137,7 +137,7 @@ def test_a_tensor_may_be_shorter_than_the_blocks_that_are_asked_for_ahead(unit: 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("moments", [MOMENTS, BOUNDED], ids=["free", "bounded"])
 def test_a_norm_that_is_nan_makes_the_ratio_and_the_tensor_nan(name: str, moments: Moments) -> None:
-    """And leaves the others as they are: a ratio of 1 would hide it in all elements but one."""
+    """Other tensors are unaffected. A ratio of 1 would hide the NaN in all elements but one."""
     sizes, decays = [40, 30], [0.01, 0.01]
     shares, weights = share_out(sizes, decays, []), draw(70, 0)
     weights[5] = NAN
@@ -197,7 +197,7 @@ def test_power_of_two_scales_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_sums_are_added_to(name: str) -> None:
-    """So several buffers, one a parameter under ZeRO 0, share one tensor of sums."""
+    """Several buffers, one per parameter under ZeRO 0, thus share one tensor of sums."""
     shares = share_out([40, 30], [0.1, 0.1], [40])
     sums = torch.full((2, 2), 5.0, device=DEVICE)
     weights = draw(70, 0)
@@ -291,7 +291,7 @@ def test_steps_repeat_bit_for_bit() -> None:
 @pytest.mark.gpu
 @gpu
 def test_steps_are_deepspeeds_fused_lamb() -> None:
-    """Without bias correction and within its bounds; its sums are fp32, ours within 1e-6 of the paper's in fp64.
+    """Compared without bias correction, within its bounds. Its sums are fp32, ours within 1e-6 of the paper's in fp64.
 
     With bias correction DeepSpeed scales the step, and not what the trust ratio is taken of: its directions' norms are
     off by the correction. It adapts tensors that have no decay, too.

@@ -120,7 +120,7 @@ def start(tiny_shards: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], S
 
 
 def container() -> list[str]:
-    """What makes a command process 1 of its own processes, as in a container."""
+    """Prefix that makes a command process 1 of its own process namespace, as in a container."""
     tried = subprocess.run([*CONTAINER, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"no process namespaces here: {tried.stderr.strip()}")
@@ -156,7 +156,7 @@ def test_a_stop_is_saved_and_leaves_nothing_behind(
 
 
 def test_a_stop_is_saved_though_nobody_reads_the_log_any_more(start: Callable[[list[str]], Started]) -> None:
-    """As when a launcher that passes the output on was killed: whatever is printed raises BrokenPipeError."""
+    """As if a launcher that forwards the output was killed: whatever is printed raises BrokenPipeError."""
     run = start(COMMANDS["alone"])
     run.wait(run.training)
     assert run.process.stdout is not None
@@ -197,7 +197,7 @@ while True:
 
 
 def test_a_rank_that_waits_for_a_lost_one_in_c_is_ended(tmp_path: Path) -> None:
-    """Over NCCL every rank waits so, and no signal handler of Python's ever runs."""
+    """With NCCL every rank waits like this, and no signal handler of Python's ever runs."""
     (tmp_path / "stuck.py").write_text(STUCK)
     forked = ranks.fork(3, str(tmp_path / "stuck.py"))
     deadline = time.monotonic() + TIMEOUT

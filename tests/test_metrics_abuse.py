@@ -82,7 +82,7 @@ def never_read(port: int, held: list[socket.socket]) -> None:
 
 
 def open_and_leave(port: int, held: list[socket.socket]) -> None:
-    """As port scanners do; every other one with a reset."""
+    """Connect and leave, as port scanners do; every other connection ends with a reset."""
     for number in range(40):
         with connect(port) as client:
             if number % 2:
@@ -94,7 +94,7 @@ CLIENTS = [say_nothing, trickle, send_headers_without_end, never_read, open_and_
 
 @contextlib.contextmanager
 def many_descriptors() -> Iterator[None]:
-    """For the clients, which this process plays."""
+    """Allow descriptors for all the clients that this process plays."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, before[1]), before[1]))
     try:

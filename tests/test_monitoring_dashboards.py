@@ -50,7 +50,7 @@ def rules(file: str, kind: str) -> dict[str, str]:
 
 
 def walk(expr: str) -> list[promql.Expr]:
-    """All nodes of an expression; raises ValueError where it is none."""
+    """All nodes of an expression; raises ValueError if it is not one."""
     nodes: list[promql.Expr] = []
     promql.walk(promql.parse(substitute(expr, "r", dataset="d")), nodes.append)
     return nodes
@@ -61,7 +61,7 @@ def selectors(expr: str) -> list[promql.VectorSelector]:
 
 
 def expressions(name: str) -> list[str]:
-    """Of the panels, the marks and the variables of a dashboard."""
+    """The expressions in a dashboard's panels, annotations and variables."""
     page = load(name)
     looked_up = [variable["query"]["query"] for variable in page["templating"]["list"] if variable["type"] == "query"]
     sources = [re.fullmatch(r"label_values\((.+), \w+\)", each) for each in looked_up]
@@ -228,7 +228,7 @@ def test_queries_take_rates_of_counters_before_they_sum(name: str) -> None:
 
 
 def test_every_series_is_on_a_dashboard() -> None:
-    """At once, or through a recording rule that is on one."""
+    """Shown directly, or through a recording rule."""
     shown = {selector.name or "" for name in DASHBOARDS for expr in expressions(name) for selector in selectors(expr)}
     recorded = rules("rules.yml", "record")
     shown |= {selector.name or "" for rule in shown & recorded.keys() for selector in selectors(recorded[rule])}

@@ -73,7 +73,7 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Ended:
-    """After the run was done."""
+    """The state after the run was done."""
 
     at: float  # Unix time at which its processes were gone
     quiet: float  # until then Prometheus has evaluated all rules since
@@ -217,7 +217,7 @@ def test_scaled_rules_differ_in_time_alone(file: str) -> None:
 
 
 def test_counters_are_the_sums_of_the_json_lines(site: Site, ended: Ended) -> None:
-    """Of the whole second attempt, also of its last steps: the end was scraped."""
+    """This covers the whole second attempt with its last steps: the end was scraped."""
     second = [line for line in site.lines("step") if line["restarts"] == 1]
     assert len(second) == RESTARTED
     where = f'run="{RUN}", instance="{site.pair[1].address}:{PORTS[RUN]}"'
@@ -276,7 +276,7 @@ def test_a_run_goes_on_where_it_was(site: Site, restarted: Restarted, ended: End
 
 
 def test_a_restart_spoils_no_rate(site: Site, ended: Ended) -> None:
-    """None is negative, and none above what the run ever did: counters begin anew, on another node."""
+    """No rate is negative or above the run's real one, though counters start again on another node."""
     lines = [(line["time"], line["tokens"], line["flops"]) for line in site.lines("step")]
     for rule, column in {"tokens:rate5m": 1, "steps:rate5m": 0, "mfu:ratio_rate5m": 2}.items():
         amounts = [(line[0], float(line[column]) if column else 1.0) for line in lines]
@@ -317,7 +317,7 @@ def test_the_end_was_scraped_before_the_endpoint_went(site: Site, ended: Ended) 
 
 
 def test_nothing_fires_after_a_good_end(site: Site, restarted: Restarted, ended: Ended) -> None:
-    """Neither the alerts as they are nor the scaled ones are pending or firing. After the kill they were."""
+    """No alert, original or scaled, is pending or firing. After the kill they were."""
     absent = f'ALERTS{{run="{RUN}", alertname="LambertAbsent"'
     for pace, state in (("", "pending"), ("fast", "firing")):
         assert site.prometheus.matrix(

@@ -57,7 +57,7 @@ def seconds(duration: str) -> int:
 
 
 def run(*command: str) -> str:
-    """What a command says; fails where it does."""
+    """The output of a command; fails if the command does."""
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -71,7 +71,7 @@ class Life:
         return [code for code, _ in ended]
 
     def signals(self) -> list[dict[str, Any]]:
-        """Where each aim was met."""
+        """The recorded signals: where each aim was met."""
         path = self.notes / "signals.jsonl"
         return read_lines(path) if path.exists() else []
 
@@ -133,7 +133,7 @@ def shoot(life: Life, aim: Aim) -> None:
 
 
 def test_twenty_kills_change_nothing(config: dict[str, Any], tiny_shards: Path, tmp_path: Path) -> None:
-    """Under ZeRO 1; stages 2 and 3: below, and in test_trainer_checkpoint.py."""
+    """Runs under ZeRO 1; stages 2 and 3 are tested below and in test_trainer_checkpoint.py."""
     whole = straight(config, tmp_path / "straight", 2, 1)
     order = Order(tuple(shard.samples for shard in load_manifest(tiny_shards).shards), 5, 2)
     landed: Counter[str] = Counter()
@@ -158,7 +158,7 @@ def test_twenty_kills_change_nothing(config: dict[str, Any], tiny_shards: Path, 
 
 
 def kinds(life: Life, epoch: int) -> set[str]:
-    """What a life's kill hit, by the disk where that tells, else by the note of a moment before."""
+    """What each life's kill hit, judged by the disk if possible, else by the note written just before."""
     found = {"all" if all(rank.returncode == -signal.SIGKILL for rank in life.ranks) else "one"}
     if list(life.run.glob(".step-*.tmp")):
         found.add("save")
@@ -173,7 +173,7 @@ def kinds(life: Life, epoch: int) -> set[str]:
 
 
 def assert_came_back(life: Life, saved: list[str], before: int) -> None:
-    """From the newest whole checkpoint, in the step after it."""
+    """Assert that it resumed from the newest whole checkpoint, in the step after it."""
     first = int(saved[-1].removeprefix("step-")) if saved else 0
     assert not saved or f"resumed from {life.run / saved[-1]} at step {first}" in life.output, life.output
     taken = [record["step"] for record in lines(life.run)[before:]]
@@ -207,7 +207,7 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
 
 
 def test_other_ranks_and_stages_go_on_with_the_same_samples(config: dict[str, Any], tmp_path: Path) -> None:
-    """From two ranks to one, four and three, ZeRO 3, 0, 3 and 2: stopped by one rank's SIGTERM, and one in its save."""
+    """Two ranks, then one, four and three, under ZeRO 3, 0, 3 and 2: stopped by one rank's SIGTERM, once in a save."""
     whole = straight(config, tmp_path / "straight", 2, 1)
     lives = []
     for number, (size, stage, stop) in enumerate([(2, 3, 13), (1, 0, 24), (4, 3, 36), (3, 2, sum(STEPS))]):

@@ -17,7 +17,7 @@ FINETUNE = ["trainer.finetune", *"--task mrpc --model nowhere --train nowhere --
 
 
 def written(*words: str) -> list[bytes]:
-    """What ``python -m words`` writes to both of its streams, write by write: to a socket, each is a message."""
+    """The writes of ``python -m words`` to both of its streams, one by one: on a socket, each is a message."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     ours.setblocking(False)
     with ours, theirs:

@@ -85,7 +85,7 @@ def judged(folder: Path, values: dict[str, Any]) -> Config | list[str]:
 
 
 def plan(config: Config) -> None:
-    """What a run works out before its first step: batches, rates, the first step's samples and their cut."""
+    """Everything a run works out before its first step: batches, rates, the first step's samples and their cut."""
     for phase in config.phases:
         order = Order(SIZES, config.run.seed, config.run.shuffle_window)
         assert largest_window(SIZES, order.window) <= sum(SIZES)

@@ -1,4 +1,4 @@
-"""What changed since a checkpoint is said in one line at the resume, and stands in the journal."""
+"""Changes since a checkpoint are reported in one line on resume, and recorded in the journal."""
 
 from __future__ import annotations
 

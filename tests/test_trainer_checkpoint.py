@@ -259,7 +259,7 @@ def test_prune_keeps_the_newest_and_leaves_no_half_save(named: Path) -> None:
 
 
 def test_prune_never_counts_a_later_folder_that_a_resume_passed_over(named: Path) -> None:
-    """With ``keep: 1`` and a damaged step 990, saving step 40 must leave step 40."""
+    """If ``keep`` is 1, with a damaged step 990, saving step 40 must leave step 40."""
     prune(named, CheckpointConfig(keep=1), 40)
     assert names(named) == ["step-00000040", "step-00000990", "step-notes"]
 
@@ -390,7 +390,7 @@ def test_a_full_disk_costs_a_run_checkpoints_but_not_itself_unless_it_lasts(tiny
 
 @pytest.fixture
 def record() -> tuple[dict[str, Any], tuple[Phase, ...]]:
-    """What a checkpoint in the second of three phases says, and the phases."""
+    """The record of a checkpoint in the second of three phases, and the phases."""
     phases = tuple(Phase(name, "shards", 32, 100, 0.1, global_batch=8, micro_batch=4) for name in "abc")
     identity = {
         **{"seed": 1, "shuffle_window": 8, "optimizer": "lamb", "model": {"hidden": 16, "heads": 2}},

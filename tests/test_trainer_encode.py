@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def theirs(folder: Path) -> list[tuple[list[Tensor], Tensor, int]]:
-    """Of each text all hidden states (S, D) and the pooled output, and the place of its pair's first [SEP]."""
+    """Each text's hidden states (S, D) and pooled output, and the position of its pair's first [SEP]."""
     model, tokenizer = BertModel.from_pretrained(folder), load_tokenizer(folder)
     cls, sep = tokenizer.specials.cls, tokenizer.specials.sep
     out = []
@@ -66,7 +66,7 @@ def theirs(folder: Path) -> list[tuple[list[Tensor], Tensor, int]]:
 
 
 def ordinary(hidden: Tensor, sep: int) -> Tensor:
-    """Without [CLS] and [SEP]."""
+    """The tokens without [CLS] and [SEP]."""
     return torch.cat([hidden[1:sep], hidden[sep + 1 : -1]])
 
 

@@ -39,7 +39,7 @@ def run(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4,
 
 
 def steps(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4, **options: str) -> dict[str, Any]:
-    """What some steps gave; see tests/engine_on_ranks.py."""
+    """The results of some steps; see tests/engine_on_ranks.py."""
     run(folder, size, stage, micro_batches, count, **options)
     loaded: dict[str, Any] = torch.load(folder / "out.pt", weights_only=True)
     return loaded
@@ -76,7 +76,7 @@ def test_lamb_and_adam_differ(whole: dict[str, Any], tmp_path: Path) -> None:
 
 
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Over tensors: ‖ours - theirs‖ / ‖theirs‖.
+    """The largest ‖ours - theirs‖ / ‖theirs‖ over tensors.
 
     The key bias is left out: its gradient is zero in exact arithmetic, and the optimizers normalise its
     rounding noise.
@@ -124,7 +124,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32(
 
 
 def mean_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Over tensors: ‖ours - theirs‖ / ‖theirs‖, without the key bias."""
+    """The mean ‖ours - theirs‖ / ‖theirs‖ over tensors, without the key bias."""
     return float(torch.tensor([largest_difference({n: ours[n]}, {n: theirs[n]}) for n in theirs]).mean())
 
 
@@ -198,7 +198,7 @@ def test_stage_3_is_one_sub_group_and_a_mean_that_is_taken_back() -> None:
 
 
 def test_deepspeed_is_the_one_that_was_read() -> None:
-    """What the design relies on in DeepSpeed's source; a version that differs is noticed here."""
+    """Checks what the design relies on in DeepSpeed's source, so that a version that differs is noticed."""
     import deepspeed
     from deepspeed.runtime import constants
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer

@@ -138,7 +138,7 @@ def test_a_rank_without_samples_takes_part(tiny_model: ModelConfig) -> None:
 def test_ranks_that_have_fewer_batches_keep_in_step(
     tiny_shards: Path, tiny_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a forward is a collective. The other rank, played by hand, has two batches more than this one."""
+    """A forward may be a collective. The other rank, played by hand, has two batches more than this one."""
     model, theirs = Bert(tiny_model, seed=3), iter([1, 1, 1, 0])
     [batches] = shares(tiny_shards, 1)
     forwards: list[int] = []
@@ -277,7 +277,7 @@ def test_the_command_reads_data_sets_at_addresses(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """To the same figures; of the training data, no shard is fetched."""
+    """The metrics are the same, and no shard of the training data is fetched."""
     pretend(monkeypatch, Bert(tiny_model, seed=3))
     address, cache = f"file://{own_shards}", tmp_path / "cache"
     told = []

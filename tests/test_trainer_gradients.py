@@ -38,7 +38,7 @@ ENGINES = {  # by number of ranks: those of exact steps, and others
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the engines of a number of ranks told."""
+    """The reports of the engines, by number of ranks."""
     folder = tmp_path_factory.mktemp("gradients")
 
     @cache
@@ -96,7 +96,7 @@ def test_clipped_steps_and_norms_are_the_papers(told: Any, size: int) -> None:
 
 @pytest.mark.parametrize("size", ENGINES)
 def test_an_overflow_moves_nothing_and_is_forgotten(told: Any, size: int) -> None:
-    """On whichever rank and in whichever micro-batch: moments, step count and masters stay; the scale halves."""
+    """This holds for any rank and any micro-batch: moments, step count and masters stay; the scale halves."""
     for name in (name for name in sum(ENGINES[size], []) if ":fp16:" in name):
         states, results = told(size)[name]["states"], told(size)[name]["results"]
         assert [applied for _, applied, *_ in results] == [not who for _, who in PLAN], name
@@ -107,7 +107,7 @@ def test_an_overflow_moves_nothing_and_is_forgotten(told: Any, size: int) -> Non
 
 @pytest.mark.parametrize("size", ENGINES)
 def test_weights_are_the_rounding_of_the_masters_on_every_rank(told: Any, size: int) -> None:
-    """At the start, after each step, taken or skipped, after masters were filled anew, and after a step from these."""
+    """True at the start, after each step, taken or skipped, after masters were refilled, and a step after that."""
     for name in sum(ENGINES[size], []):
         assert told(size)[name]["unrounded"] == [], name
         assert told(size)[name]["left"] == [] or ":fp32:" in name, name  # no gradient is kept
@@ -121,7 +121,7 @@ def test_a_closed_engine_keeps_no_row(told: Any) -> None:
 def test_what_is_reduced_is_neither_read_nor_written_before_it_is_there(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs, where a reduction goes on beside the next micro-batch: here of two ranks with equal gradients."""
+    """On GPUs a reduction overlaps the next micro-batch: here of two ranks with equal gradients."""
     waited = list[int]()
 
     def reduce_scatter(out: Tensor, row: Tensor, async_op: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What stands where a save wants to write, or should be gone and cannot be: told once by its path, and in no way."""
+"""Leftovers in the way of a save, or that cannot be removed: reported once by path, and no obstacle to the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOBODY = 65534
 
 
 def link(path: Path, elsewhere: Path) -> None:
-    """As somebody makes who needs room: the folder on another disk, a link in its place."""
+    """Make a link as somebody short of disk space would: the folder on another disk, a link in its place."""
     if path.exists():
         shutil.move(path, elsewhere)
     else:
@@ -120,7 +120,7 @@ def test_the_preflight_and_the_start_tell_it_and_change_nothing(done: Path, tmp_
 
 
 def as_nobody(folder: Path, code: str) -> str:
-    """What ``code`` prints, run in ``folder`` by a user whom permissions bind."""
+    """The output of ``code``, run in ``folder`` by a user whom permissions bind."""
     became = f"os.setgid({NOBODY}); os.setuid({NOBODY})\n" if os.getuid() == 0 else ""
     imports = "import os\nfrom pathlib import Path\n"
     imports += "from trainer.checkpoint.saving import CheckpointConfig, prune, stuck_saves\n"

@@ -69,7 +69,7 @@ def test_each_epoch_masks_each_sample_anew(shards_of: Callable[[str], Path], uni
 def test_with_the_data_sets_own_seed_the_first_epochs_masks_are_the_static_ones(
     shards_of: Callable[[str], Path], unit: str
 ) -> None:
-    """So they are draws of one and the same function, and those of other seeds and epochs are distributed as they."""
+    """Both are thus draws of the same function, and so are those of other seeds and epochs."""
     folder = shards_of(unit)
     manifest, order = load_manifest(folder), order_of(folder)
     loader = Loader(folder, manifest, 0, 1, masks_of(folder, manifest.settings.seed))
@@ -82,7 +82,7 @@ def test_with_the_data_sets_own_seed_the_first_epochs_masks_are_the_static_ones(
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_rates_are_those_of_the_static_masks(shards_of: Callable[[str], Path], unit: str) -> None:
-    """Of what a sample's masks count, the mean over epochs less the static figure is 0 on average over samples."""
+    """For each count of a sample's masks, the mean over epochs minus the static count averages 0 over samples."""
     folder, epochs = shards_of(unit), 8
     order, masks = order_of(folder), masks_of(folder)
     loader = Loader(folder, load_manifest(folder), 0, 1, masks)
@@ -127,7 +127,7 @@ def test_ranks_count_the_targets_of_a_step_together(shards_of: Callable[[str], P
 
 
 def train(shards: Path, folder: Path, size: int) -> tuple[list[list[tuple[int, int]]], list[int], list[list[float]]]:
-    """Of each step of a run with new masks: (number, checksum) of its samples, its targets, its losses and norm."""
+    """Each step of a run with new masks: (number, checksum) of its samples, its targets, its losses and norm."""
     folder.mkdir()
     config = write_config(folder, shards, 14, metrics={"port": None, "log_every_steps": 1})
     options = ("--config", str(config), "--set", "phases.0.masks=dynamic", "--set", f"run.folder={folder / 'run'}")
@@ -145,7 +145,7 @@ def train(shards: Path, folder: Path, size: int) -> tuple[list[list[tuple[int, i
 
 
 def test_new_masks_depend_on_seed_epoch_and_sample_alone(tiny_shards: Path) -> None:
-    """Not on where the order puts a sample."""
+    """They do not depend on where the order puts a sample."""
     manifest = load_manifest(tiny_shards)
 
     def epochs(masks: DynamicMasks, order: Order) -> list[Counter[Raw]]:

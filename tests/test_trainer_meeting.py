@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ranks.Forked]]:
 
 
 def accounts(*facts: dict[str, str], gpus: tuple[str, ...] = ()) -> list[Account]:
-    """Of two ranks a node."""
+    """Accounts of two ranks per node."""
     return [Account(f"node-{rank // 2}", gpus[rank] if gpus else "", each, {}) for rank, each in enumerate(facts)]
 
 
@@ -88,7 +88,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 
 
 def test_ranks_dealt_out_one_by_one_are_refused() -> None:
-    """What is told of a node would be told of wrong ranks."""
+    """Otherwise reports about a node would name the wrong ranks."""
     dealt = [Account(f"node-{rank % 2}", "", SAME, {}) for rank in range(4)]
     remedy = "place them in blocks (mpirun --map-by slot, srun -m block)"
     assert refusals(dealt) == [f"node-0 has ranks 0, 2: {remedy}", f"node-1 has ranks 1, 3: {remedy}"]

@@ -59,7 +59,7 @@ def metrics(folder: Path, config: MetricsConfig = QUIET) -> Metrics:
 
 
 def result(mlm: float = 100.0, norm: float = 2.0, applied: bool = True) -> StepResult:
-    """What a step of the engine gives: 10 of 40 masked tokens and 6 of 8 pairs were right."""
+    """The result of an engine's step: 10 of 40 masked tokens and 6 of 8 pairs were right."""
     sums = torch.tensor([mlm, 4.0, 10.0, 6.0], dtype=torch.float64)
     return StepResult(sums, torch.tensor(norm), torch.tensor([0.5, 1.0, 3.0]), applied, 64.0)
 

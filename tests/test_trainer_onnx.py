@@ -60,7 +60,7 @@ def test_onnxruntime_gives_the_models_own_outputs(bert: Bert, batch: MicroBatch,
 @torch.no_grad()
 @pytest.mark.parametrize("task", onnx.OUTPUTS)
 def test_padding_changes_nothing(bert: Bert, batch: MicroBatch, task: str) -> None:
-    """What is exported, before it is: its outputs at real tokens are those of the unpadded model."""
+    """The module before its export: its outputs at real tokens are those of the unpadded model."""
     lengths = batch.cu_seqlens.diff()
     present = torch.arange(batch.max_seqlen) < lengths[:, None]
     tokens, segments = (

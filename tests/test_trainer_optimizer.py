@@ -43,7 +43,7 @@ def shapes() -> dict[str, torch.Size]:
 
 
 def flat_partition(seed: int = 0, padding: float = 0.0) -> tuple[Partition, torch.Tensor]:
-    """All of ``shapes`` in one flat buffer, as ZeRO 1 on one rank has them, with three elements of padding."""
+    """Put all of ``shapes`` into one flat buffer, as ZeRO 1 on one rank has them, with three elements of padding."""
     generator = torch.Generator().manual_seed(seed)
     at, slices = 0, []
     for name, shape in shapes().items():

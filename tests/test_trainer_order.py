@@ -99,7 +99,7 @@ def test_ranks_step_together_through_uneven_and_few_shards(
 
 
 def test_tokens_of_ranks_are_nearly_equal() -> None:
-    """On lengths as BERT's pairs have them: most fill the sequence but for a sentence's rest, a tenth is shorter."""
+    """Lengths are like those of BERT's pairs: most nearly fill the sequence, a tenth is shorter."""
     draws = bits(3, np.arange(50)[:, None, None], np.arange(256)[:, None], np.arange(3)) / 2**64
     rest = np.floor(np.log(1 - draws[..., 0]) / np.log(1 - 1 / 12))
     lengths = np.where(draws[..., 1] < 0.1, 5 + np.floor(124 * draws[..., 2]), np.maximum(128 - rest, 5))

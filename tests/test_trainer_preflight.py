@@ -1,4 +1,4 @@
-"""Before the night: what deepspeed reads, what the network is, and a trial under a real launcher's environment."""
+"""Preflight: the files that deepspeed reads, the network, and a trial under a real launcher's environment."""
 
 from __future__ import annotations
 

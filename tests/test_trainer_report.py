@@ -63,7 +63,7 @@ PARTED = {"data": 0.02, "forward": 0.1, "backward": 0.2, "reduce": 0.04, "optimi
 
 
 def whole(folder: Path) -> History:
-    """All that a run tells: 40 steps in fp16 and two phases, killed after the 33rd, on from 30, with 4 ranks."""
+    """Everything a run reports: 40 steps in fp16 and two phases, killed after the 33rd, on from 30, with 4 ranks."""
     records: list[dict[str, Any]] = []
     for attempt, numbers in enumerate((range(1, 34), range(31, 41))):
         begun = {"time": 1000.0 + 50 * attempt, "step": 30 * attempt, "rolled_back": 3 * attempt}

@@ -59,7 +59,7 @@ def plain(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(run: Path) -> list[float]:
-    """Of its steps."""
+    """The losses of a run's steps."""
     return [line["loss"] for line in lines(run, "step")]
 
 

@@ -29,7 +29,7 @@ BUFFERS = 16 << 20  # bytes on their way when a client hangs up
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that tests need not send 64 MiB."""
+    """Small limits, so that tests need not send 64 MiB."""
     monkeypatch.setattr("trainer.data.cache.SMALL", 1 << 20)
 
 
@@ -78,7 +78,7 @@ def test_no_more_is_taken_than_the_manifest_names(server: Server, cache: Path, n
 
 
 def test_an_endless_answer_costs_no_memory(server: Server, cache: Path) -> None:
-    """Of 256 MiB unpacked, too; the peak is of this process's whole life, so it is compared with what it was."""
+    """This includes 256 MiB when unpacked. The peak covers the process's whole life, so compare it with before."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for fault in ("endless", "promise", "bomb"):
         server.faults[MANIFEST] = [fault] * 9
@@ -113,7 +113,7 @@ def test_a_byte_more_or_less_is_named(server: Server, cache: Path, name: str, fa
 
 
 def test_a_slow_line_is_no_trickle(server: Server, tmp_path: Path) -> None:
-    """What takes longer than a stall, but goes on, arrives. The stall is long enough for a busy machine's pauses."""
+    """A transfer that takes longer than a stall, but continues, arrives. The stall outlasts a busy machine's pauses."""
     whole = bytes(1 << 20)
     (server.folder / "slow").write_bytes(whole)
     server.faults["slow"] = ["slow"]
@@ -252,7 +252,7 @@ def test_an_s3_server_does_not_redirect(s3: str, server: Server, inside: Server,
 
 @pytest.mark.parametrize("fault", ["endless", "promise"])
 def test_a_part_of_an_object_is_no_larger_than_asked_for(s3: str, server: Server, fault: str) -> None:
-    """As `publish` reads back what it sent."""
+    """`publish` reads back what it sent in this way."""
     server.faults[MANIFEST] = [fault] * 99
     fs, root = open_fs(s3, STALL)
     with pytest.raises(RefusedError, match="asked for 100 bytes"):
@@ -261,7 +261,7 @@ def test_a_part_of_an_object_is_no_larger_than_asked_for(s3: str, server: Server
 
 
 def _wait_until_gone(cache: Path, name: str) -> None:
-    """What is broken off leaves nothing, if a moment later."""
+    """An aborted transfer leaves nothing behind, though only after a moment."""
     deadline = time.monotonic() + 10
     while list(cache.rglob(f"{name}*.tmp")):
         assert time.monotonic() < deadline

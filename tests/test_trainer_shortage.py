@@ -34,7 +34,7 @@ def fault(number: int) -> OSError:
 
 
 def wrapped(cause: Exception) -> Exception:
-    """As much of our own code does it."""
+    """Wrap an error as much of our own code does."""
     try:
         try:
             raise cause
@@ -141,7 +141,7 @@ def test_ranks_that_need_one_another_keep_the_last_checkpoint(tiny_shards: Path,
 
 
 def test_a_run_without_descriptors_says_so(tiny_shards: Path, tmp_path: Path) -> None:
-    """For real: those that it has are all that it may have, when it opens its held-out shards."""
+    """A real shortage: it has used up all descriptors when it opens its held-out shards."""
     config = write_config(tmp_path, tiny_shards, 100_000, metrics={"log_every_steps": 1})
     every = ("--set", "evaluation.every_steps=300", "--set", f"phases.0.heldout={tiny_shards}")
     [rank] = processes = ranks.fork(1, "trainer/__main__.py", "--config", str(config), *every)

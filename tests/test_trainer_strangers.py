@@ -75,7 +75,7 @@ class Stranger:
 
 
 def meets(*all_ranks: ranks.Forked) -> str:
-    """What the ranks say, which should end well, in one text; nobody saw a traceback."""
+    """Assert that all ranks end well and without a traceback; returns their output as one text."""
     ended = ranks.finish(all_ranks, timeout=60)
     said = "".join(output for _, output in ended)
     assert {code for code, _ in ended} == {0}, said
@@ -84,7 +84,7 @@ def meets(*all_ranks: ranks.Forked) -> str:
 
 
 def test_ranks_of_one_node_listen_to_that_node_alone(start: Callable[..., ranks.Forked]) -> None:
-    """Under a name of the node that the network knows, too."""
+    """This also holds for a name of the node that the network knows."""
     for address in ("127.0.0.1", socket.gethostname()):
         said = meets(start(0, MASTER_ADDR=address), start(1, MASTER_ADDR=address))
         assert said.count("listens at ['127.0.0.1']") == 2, said

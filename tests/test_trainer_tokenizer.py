@@ -274,7 +274,7 @@ def test_an_export_proves_its_own_tokenizer_later(
 
 
 def test_what_fine_tuning_leaves_proves_its_tokenizer(run: Path, tiny_shards: Path, tmp_path: Path) -> None:
-    """Both forms of its folder: a class of transformers', and a head that has none."""
+    """Checks both forms of its folder: a transformers class, and a head without one."""
     data = write_data(tmp_path / "data", 16, 16)
     for more in ([], ["--head", "mlp"]):
         out = tmp_path / f"tuned{len(more)}"
@@ -289,7 +289,7 @@ def test_what_fine_tuning_leaves_proves_its_tokenizer(run: Path, tiny_shards: Pa
 
 
 def test_a_foreign_folder_is_used_as_it_is(run: Path, tiny_shards: Path, tmp_path: Path) -> None:
-    """Nothing is on record of it."""
+    """No hash of it is on record."""
     found = checkpoint.find(run)
     model = checkpoint.load_model(found).model
     write_folder(checkpoint.load_weights(found), model, tiny_shards / "tokenizer", tmp_path / "foreign")

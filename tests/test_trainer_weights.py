@@ -55,7 +55,7 @@ def sharded(model: ModelConfig, low: float, high: float) -> LambertOptimizer:
 
 
 def filled(path: Path, model: ModelConfig = TINY) -> dict[str, Tensor]:
-    """What two ranks start with, put together; NaN where nothing was filled in."""
+    """The starting weights of two ranks, put together; NaN if nothing was filled in."""
     pieces: dict[str, list[Tensor]] = {}
     shapes = {name: tensor.shape for name, tensor in Bert(model).state_dict().items()}
     for low, high in ((0, 0.4), (0.4, 1)):

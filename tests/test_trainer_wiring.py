@@ -1,4 +1,4 @@
-"""What parts of the trainer tell one another: sites, waits, seconds and ranks."""
+"""How parts of the trainer work together: sites, waits, seconds and ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_dropout_and_head_has_a_site_of_its_own(monkeypatch: pytest.MonkeyP
 
 
 def test_a_wait_for_a_slow_disk_is_told(tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none for what was there before it was asked for."""
+    """No wait is reported for data that was ready before it was requested."""
     read = Loader.read
 
     def slow(self: Loader, order: Order, position: int, *cut: int) -> StepBatch:

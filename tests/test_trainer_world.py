@@ -128,7 +128,7 @@ def test_deepspeed_then_takes_that_gpu(launched: dict[str, str], monkeypatch: py
 
 
 def test_sruns_tasks_meet_as_ranks_of_one_node() -> None:
-    """As srun starts them with --gpus-per-task=1, on CPUs: each has a local rank of its own, and sees device 0."""
+    """Started as by srun with --gpus-per-task=1, on CPUs: each has a local rank of its own, and sees device 0."""
     port = str(free_port())
     given = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

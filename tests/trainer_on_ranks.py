@@ -43,7 +43,7 @@ class Aim:
 
 @dataclass
 class Place:
-    """Where the training is."""
+    """A point in the training."""
 
     step: int = -1  # optimizer steps taken
     micro_batch: int = -1  # of the step that is under way; -1 between steps

@@ -49,7 +49,7 @@ class Site:
         return fork(len(where), "tests/rank_on_node.py", *words, *(word for each in changes for word in each))
 
     def wait_until(self, what: str, found: Callable[[], Found], timeout: float = PATIENCE) -> Found:
-        """As ``wait_until``, while the run's ranks live."""
+        """Wait as ``wait_until`` does, while the run's ranks are alive."""
 
         def found_or_dead() -> Found:
             for rank in self.running:
@@ -124,7 +124,7 @@ def write_config(folder: Path, shards: Path, name: str, steps: int, rate: float)
 
 
 def write_gpus(folder: Path, xid: int) -> None:
-    """What dcgm-exporter would say of the two ranks' GPUs; the last XID error is the second one's."""
+    """Write what dcgm-exporter would report for the two ranks' GPUs; the last XID error is the second one's."""
     text = ""
     for name, (kind, about) in DCGM.items():
         text += f"# HELP {name} {about}\n# TYPE {name} {kind}\n"
@@ -154,7 +154,7 @@ def prepare(site: Site) -> None:
 
 
 def said(site: Site, step: float = -1, name: str = "lambert_run_info") -> list[str]:
-    """What the nodes' exporters say, if the run is at this step or past it, and has a series of this name; else []."""
+    """The exporters' series of this name, if there are any and the run has reached this step; else []."""
     pages = [page(f"http://{node.address}:{PORTS[RUN]}/metrics") or "" for node in site.pair]
     text = "\n".join(pages)
     return pages if all(pages) and f"\n{name}{{" in text and step_of(text) >= step else []

@@ -1,1 +1,1 @@
-"""Fine-tuning: a pre-trained BERT with a head for a task, trained and measured as the task's authors do."""
+"""Fine-tuning: a pre-trained BERT with a task's head, trained and evaluated as the task's authors do."""

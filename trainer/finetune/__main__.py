@@ -39,22 +39,22 @@ from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
 from trainer.run.lock import PATIENCE, hold
 
-STOP_STEPS = 10  # between two looks whether a rank was asked to stop
+STOP_STEPS = 10  # steps between checks for a requested stop
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read everything, meet the other ranks, run. The exit codes are in :mod:`trainer.exits`."""
+    """Read all inputs, join the other ranks and run. The exit codes are in :mod:`trainer.exits`."""
     write_whole_lines()
     faulthandler.enable()
     options, world, job, test = prepare(arguments)
     whole = guard(world, partial(run, options, world, job, test))
     if not whole:
-        fail("lambert: stopped and saved: the same command goes on" if world.is_main else "", STOPPED)
+        fail("lambert: stopped and saved: run the same command to continue" if world.is_main else "", STOPPED)
     leave(DONE)
 
 
 def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part | None]:
-    """All that a rank finds out by itself. Ends the process with a line where something is wrong."""
+    """Work out everything a rank can alone. Ends the process with a one-line error if anything is wrong."""
     try:
         options = parse(arguments)
         world = from_launcher(options.machine.device)
@@ -64,40 +64,40 @@ def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part 
         tell = say if world.is_main else _silent
         with backend.using(options.machine.kernels):
             kernels = backend.resolve(world.device.type)
-        tell(f"{world.size} of {world.device.type}, {precision}, kernels: {kernels.name} ({kernels.reason})")
+        tell(f"{world.size} rank(s) on {world.device.type}, {precision}, kernels: {kernels.name} ({kernels.reason})")
         return options, world, *make_job(options, tell)
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
-            time.sleep(3)  # all ranks found the same, as a rule: the first one says it, and the launcher ends us
+            time.sleep(3)  # usually all ranks hit the same error: the first reports it, and the launcher ends us
         fail(f"trainer.finetune: error: {by_option(one_line(explain(error)))}", exit_code(error))
 
 
 def by_option(text: str) -> str:
-    """An error with a configuration's keys as this command line has them."""
+    """Replace the configuration keys in an error by this command's options."""
     for key, option in {"run.device": "--device", "engine.precision": "--precision"}.items():
         text = text.replace(key, option)
     return text
 
 
 def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part | None]:
-    """The task, its data as tokens, and the weights to start from; and the test file."""
+    """Build the task, its tokenised data and the starting weights; also return the test file, if any."""
     task = known(options.task).make(options.wish, tell)
     given = read_pretrained(options.model, options.tokenizer, tell)
     longest = options.recipe.length
     if longest > given.model.max_positions:
         most = given.model.max_positions
-        raise TrainerError(f"--max-length is {longest}, and {options.model} has {most} positions: at most {most}")
+        raise TrainerError(f"--max-length is {longest}, but {options.model} has {most} positions: use at most {most}")
     encoder = given.tokenizer.encoder
     training = read_training(options.wish.train, task, encoder, longest)
     dev, *also = (read_part(path, task, encoder, longest) for path in (options.dev, *options.also))
     for part in (dev, *also):
         if not part.known:
-            raise TrainerError(f"{part.path} holds no answers to be judged by: give it its labels (--label-column)")
+            raise TrainerError(f"{part.path} has no labels to evaluate against: name their column (--label-column)")
     test = None if options.test is None else read_part(options.test, task, encoder, longest)
     _tell_classes(task, options.wish.train, training, list(filter(None, (dev, *also, test))), tell)
     if test is not None and not test.known:
         options = replace(options, predict=options.predict or options.out / default_name(test.path))
-        tell(f"{test.path} has no labels: it is predicted, into {options.predict}, and not scored")
+        tell(f"{test.path} has no labels: predictions go to {options.predict}, and it is not scored")
     identity = {
         "task": options.task,
         "model": given.sha256,
@@ -109,39 +109,39 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
         "evaluation": [options.eval_every, options.patience],
     }
     start = choose(given, task, tell)
-    tell(f"{options.task}: {len(training):,} to learn from, {len(dev.table):,} to be judged by")
+    tell(f"{options.task}: {len(training):,} training examples, {len(dev.table):,} dev examples")
     return Job(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
 
 
 def _tell_classes(task: Task, train: Path, training: Table, parts: list[Part], tell: Callable[[str], None]) -> None:
-    """The classes of each file, and a warning for a file to be judged by that has a single one."""
+    """Report the classes of each file, and warn if an evaluation file has only one."""
     tell("classes in " + counted(train, training.classes))
     for part in parts:
         tell("classes in " + counted(part.path, part.table.classes))
         if task.labels and (label := only_class(part.table.classes)):
             said = f"warning: every label in {part.path} is {label}"
-            tell(f"{said}: if it means that there is none, say --no-label {label}")
+            tell(f"{said}: if it means no label, pass --no-label {label}")
 
 
 def _decides(name: str, value: Any) -> bool:
-    """Whether a wish is part of a run's identity: not ``no_label`` unless it is given, which older runs do not know."""
+    """Whether a wish is part of a run's identity. An empty ``no_label`` is not: older runs do not record it."""
     return name != "train" and (name != "no_label" or bool(value))
 
 
 def _which(path: Path) -> list[str]:
-    """What tells a file's rows from others: its sha256, and the column and the value that choose among them."""
+    """Identify the rows of a file: its sha256, and the column and value that select them."""
     file, *chosen = split_name(path)
     return [file_sha256(file), *chosen]
 
 
 def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
-    """All runs, and what they come to. False if it was asked to stop, and has saved."""
+    """Do all runs and combine their results. False if asked to stop; everything is then saved."""
     facts: dict[str, Any] = {"task": options.task, "settings": str(options.settings), "seeds": str(options.seeds)}
     told = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
     for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": told}):
         say(f"warning: not the same on all ranks: {difference}")
     together(partial(require_same, job) if world.is_main else _nothing, world)
-    patience = min(PATIENCE, options.machine.timeout / 2)  # the other ranks wait in a collective
+    patience = min(PATIENCE, options.machine.timeout / 2)  # meanwhile the other ranks wait in a collective
     held = together(lambda: hold(options.out, patience, say) if world.is_main else None, world)
     with backend.using(options.machine.kernels), held or nullcontext():
         results = sweep(job, world, Stop(world, STOP_STEPS))
@@ -155,7 +155,7 @@ def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
 
 
 def show(options: Options, job: Job, results: list[Result]) -> None:
-    """The table, and the picture."""
+    """Draw the picture and print the table."""
     rows, measure = summarise(results, job.task.measure), job.task.measure
     draw(rows, options.task, measure, options.out / PICTURE)
     print(table(rows, measure), flush=True)
@@ -166,7 +166,7 @@ def _nothing() -> None:
 
 
 def _silent(text: str) -> None:
-    """Another rank says it."""
+    """Say nothing: rank 0 reports it."""
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Question answering as in SQuAD 1.1 and 2.0: the span of a context that answers a question, or that none does.
+"""Question answering as in SQuAD 1.1 and 2.0: find the span of a context that answers a question, if there is one.
 
-A context longer than the encoder reads becomes several windows, which overlap (as google-research/bert cuts them). The
-head gives each piece of a window a score to be the answer's first and one to be its last, and [CLS] the scores of "no
-answer here". Texts are never joined from pieces: a span is cut out of the context by characters.
+A context longer than the encoder's input becomes several overlapping windows (cut as in google-research/bert). The head
+scores each piece of a window as the answer's first and as its last piece; the scores of [CLS] stand for "no answer
+here". An answer is cut out of the context by character offsets, never joined from pieces.
 
-Published choices, kept: windows without the answer are learnt from with [CLS] as their answer, in 1.1, too, where its
-authors' code does the same and their comment says otherwise; so that windows compare with each other. And a piece can
-begin an answer only in the window that shows most context on its poorer side, which is what published figures stand on.
-One is exact here: all spans are weighed, not those of the 20 best firsts and lasts.
+Published choices are kept. Windows without the answer are trained with [CLS] as their answer, so that scores compare
+across windows; this holds for 1.1 too, where the authors' code does the same although their comment says otherwise.
+And a piece can begin an answer only in the window that shows the most context on its shorter side: published results
+depend on it. One choice differs: all spans are compared, not only those of the 20 best first and last pieces.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ Floats = NDArray[np.float32]
 
 
 class Window(NamedTuple):
-    """What brings a window's answer back to its question."""
+    """Maps a window's answer back to its question."""
 
-    question: int  # its number
-    offsets: Integers  # (pieces, 2), characters of the context: from, and up to but not including
-    begins: NDArray[np.bool_]  # (pieces,), whether an answer may begin there: no other window shows more around it
+    question: int  # the question's number
+    offsets: Integers  # (pieces, 2), characters of the context: start, and end (exclusive)
+    begins: NDArray[np.bool_]  # (pieces,), whether an answer may begin there: no other window shows more context
 
 
 class Found(NamedTuple):
     """The best answer to a question."""
 
     text: str
-    margin: float  # by how much "no answer" beats it
+    margin: float  # how far "no answer" outscores it
 
 
 @dataclass(frozen=True)
 class AnswerTask:
-    """The span that answers a question; ``unanswerable``: some have no answer, as in SQuAD 2.0."""
+    """Find the span that answers a question; ``unanswerable``: some have no answer, as in SQuAD 2.0."""
 
     unanswerable: bool = False
-    threshold: float = 0.0  # no answer is given where it beats the best span by more
-    stride: int = 128  # pieces from a window's beginning to the next one's
+    threshold: float = 0.0  # give no answer if that outscores the best span by more
+    stride: int = 128  # pieces from the start of one window to the start of the next
     longest_question: int = 64  # pieces
     longest_answer: int = 30  # pieces
 
@@ -71,29 +71,31 @@ class AnswerTask:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The task's name on the command line."""
         return "squad2" if self.unanswerable else "squad"
 
     def read(self, path: Path) -> list[Question]:
-        """The questions of a file. TrainerError for one without an answer, if there must be one."""
+        """Read a file's questions. TrainerError if one has no answer although the task requires one."""
         questions = read_questions(path)
         if not self.unanswerable:
             for question in questions:
                 if question.answers == ():
-                    raise TrainerError(f"{question.where}: no answer; take the task squad2, or leave it out")
+                    raise TrainerError(f"{question.where}: no answer; use the task squad2, or remove the question")
         return questions
 
     def classes(self, records: Sequence[Question]) -> Counts:
-        """Questions with an answer and, in SQuAD 2.0, without one."""
+        """Count the questions with an answer and, in SQuAD 2.0, those without."""
         names = ("answered", "unanswerable") if self.unanswerable else ("answered",)
         return count(names, (None if r.answers is None else names[not r.answers] for r in records))
 
     def units(self, record: Question, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
-        """Each window as a unit; its head reads [CLS] and the context. The first of several answers is learnt from."""
+        """One unit per window; the head reads [CLS] and the context. Of several answers, the first is trained on."""
         asked = tokenizer.encode(record.question, add_special_tokens=False).ids[: self.longest_question]
         room = longest - len(asked) - 3
         if room < 1:
-            raise TrainerError(f"{record.where}: {longest} tokens leave no room beside its question; allow more")
+            raise TrainerError(
+                f"{record.where}: {longest} tokens leave no room for the context after its question; raise --max-length"
+            )
         ids, offsets = _pieces(tokenizer, record.context)
         first, last = _gold(record, offsets, training)
         spans = windows(len(ids), room, self.stride)
@@ -111,20 +113,20 @@ class AnswerTask:
         return units
 
     def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
-        """() fp32, summed over windows: the mean of the first's and the last's cross-entropy over its places."""
+        """() fp32, summed over windows: the mean of the cross-entropies of the first and the last piece."""
         rows = by_window(answers, batch)  # (B, 2, S)
         return F.cross_entropy(rows.flatten(0, 1), batch.targets, reduction="sum") / 2
 
     def count(self, unit: Unit) -> int:
-        """Windows, where the answer is known."""
+        """Number of windows whose answer is known."""
         return sum(bool(example.targets) for example in unit)
 
     def score(self, records: Sequence[Question], units: Sequence[Unit], answers: Sequence[Floats]) -> dict[str, float]:
-        """F1 and exact match; with unanswerable questions those of both kinds, and the best threshold on these."""
+        """F1 and exact match. With unanswerable questions, also by kind, and the best threshold on this file."""
         said = zip(records, self.found(records, units, answers), strict=True)
         known = [(one, [text for text, _ in record.answers]) for record, one in said if record.answers is not None]
         if not known:
-            raise TrainerError(f"{self.name}: there is no question with an answer to be judged by")
+            raise TrainerError(f"{self.name}: there is no question with an answer to evaluate on")
         found, golds = zip(*known, strict=True)
         figures = squad_figures([self._said(one) for one in found], golds)
         if self.unanswerable:
@@ -134,7 +136,7 @@ class AnswerTask:
     def predictions(
         self, records: Sequence[Question], units: Sequence[Unit], answers: Sequence[Floats]
     ) -> list[dict[str, Any]]:
-        """The answer to each question, and by how much "no answer" beats the best span."""
+        """The answer to each question and, in SQuAD 2.0, how far "no answer" outscores the best span."""
         rows = []
         for record, one in zip(records, self.found(records, units, answers), strict=True):
             row: dict[str, Any] = {"id": record.key, "prediction": self._said(one)}
@@ -143,7 +145,7 @@ class AnswerTask:
         return rows
 
     def found(self, records: Sequence[Question], units: Sequence[Unit], answers: Sequence[Floats]) -> list[Found]:
-        """The best span for each question over all its windows; "" where its context has no piece."""
+        """The best span for each question over all its windows; "" if its context has no pieces."""
         best = {record.number: (-np.inf, "") for record in records}
         nulls = {record.number: np.inf for record in records}
         contexts = {record.number: record.context for record in records}
@@ -164,9 +166,9 @@ class AnswerTask:
 
 
 def windows(pieces: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """From where to where a context is seen: ``room`` pieces, ``stride`` apart, until its end; one, if it is empty.
+    """Start and end of each window: ``room`` pieces, ``stride`` apart, to the context's end; one window if it is empty.
 
-    They are at most half their length apart, so that an answer as long as that stands whole in one of them.
+    Windows start at most half their length apart, so an answer up to that long is complete in one of them.
     """
     spans = [(0, min(room, pieces))]
     while spans[-1][1] < pieces:
@@ -176,7 +178,7 @@ def windows(pieces: int, room: int, stride: int) -> list[tuple[int, int]]:
 
 
 def most_context(spans: Sequence[tuple[int, int]], pieces: int) -> Integers:
-    """(pieces,) The window in which each piece has most context on its poorer side, of equals the first."""
+    """(pieces,) The window in which each piece has the most context on its shorter side; ties go to the first."""
     starts, stops = np.array(spans)[:, :, None].transpose(1, 0, 2)  # (windows, 1) each
     at = np.arange(pieces)
     left, right = at - starts, stops - 1 - at  # (windows, pieces)
@@ -192,7 +194,7 @@ def _pieces(tokenizer: Tokenizer, context: str) -> tuple[list[int], Integers]:
 
 
 def _gold(record: Question, offsets: Integers, training: bool) -> tuple[int, int]:
-    """First and last piece that share a character with the answer; (-1, -1) where there is none."""
+    """First and last piece that share a character with the answer; (-1, -1) if there is none."""
     if not record.answers:
         return -1, -1
     text, begin = record.answers[0]
@@ -201,7 +203,7 @@ def _gold(record: Question, offsets: Integers, training: bool) -> tuple[int, int
     if first <= last:
         return first, last
     if training:
-        raise TrainerError(f"{record.where}: no piece of the vocabulary stands for its answer {text!r}; leave it out")
+        raise TrainerError(f"{record.where}: the vocabulary has no piece for its answer {text!r}; remove it")
     return -1, -1
 
 
@@ -209,7 +211,7 @@ def _gold(record: Question, offsets: Integers, training: bool) -> tuple[int, int
 
 
 def by_window(answers: Tensor, batch: TaskBatch) -> Tensor:
-    """(P, 2) -> (B, 2, S): each window's scores in rows of their own, behind them -inf. Backward only reads back."""
+    """(P, 2) -> (B, 2, S): one row of scores per window, padded with -inf. The backward only gathers."""
     starts = batch.cu_seqlens.long()
     edges = torch.searchsorted(batch.places, starts)  # (B + 1,) each window's first place
     window = torch.searchsorted(starts, batch.places, right=True) - 1  # (P,)
@@ -219,9 +221,9 @@ def by_window(answers: Tensor, batch: TaskBatch) -> Tensor:
 
 
 def best_span(scores: NDArray[np.float64], begins: NDArray[np.bool_], longest: int) -> tuple[float, int, int]:
-    """(score, first, last) of the best span of at most ``longest`` pieces, of ``scores`` (pieces, 2).
+    """(score, first, last) of the best span of at most ``longest`` pieces, from ``scores`` (pieces, 2).
 
-    It begins where ``begins`` says that it may; the score is -inf if nowhere.
+    A span may begin only where ``begins`` is true; the score is -inf if it is true nowhere.
     """
     if not begins.any():
         return -np.inf, 0, 0

@@ -1,4 +1,4 @@
-"""The model card of a fine-tuned model: README.md, of what its command itself did and of nothing else."""
+"""The model card (README.md) of a fine-tuned model. It states only what the command itself did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.finetune.report import SHOWN, table
 from trainer.finetune.result import Row
 from trainer.finetune.run import Job
 
-PIPELINES = {  # of transformers, by its class; multiple choice has none
+PIPELINES = {  # transformers' pipeline for each class; multiple choice has none
     "BertForSequenceClassification": "text-classification",
     "BertForTokenClassification": "token-classification",
     "BertForQuestionAnswering": "question-answering",
@@ -19,9 +19,9 @@ PIPELINES = {  # of transformers, by its class; multiple choice has none
 
 
 def card(job: Job, rows: list[Row], tree: Mapping[str, Any], machine: str) -> str:
-    """The card's text; of files only the names are in it.
+    """Write the card's text; it names files without their folders.
 
-    ``tree``: what goes into results.json; ``machine``: what it ran on, in words.
+    ``tree``: the contents of results.json; ``machine``: the hardware it ran on, in words.
     """
     options, base, runs = job.options, job.options.model.resolve().name, tree["runs"]
     seconds = sum(run["seconds"] for run in runs)
@@ -31,10 +31,10 @@ def card(job: Job, rows: list[Row], tree: Mapping[str, Any], machine: str) -> st
         _head(job, base),
         "## Data\n\n" + "\n".join(_data(job)),
         "## Recipe\n\n" + _recipe(job, rows, tree),
-        "## Figures\n\n" + _figures(job, tree),
+        "## Metrics\n\n" + _figures(job, tree),
         f"## Hardware and time\n\n{machine}: {seconds:,.0f} s of training and evaluation in {len(runs)} run(s).",
-        "## Limits\n\nIt was judged on the files above and on nothing else: on no text of another kind, and not for "
-        "bias, toxicity or private text, which its data or those of its pre-training may hold.",
+        "## Limits\n\nIt was evaluated only on the files above: not on other kinds of text, and not for bias, toxicity "
+        "or private text, which its data or its pre-training data may contain.",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -50,14 +50,14 @@ def _head(job: Job, base: str) -> str:
     model, task = job.model, job.task
     place = "[CLS], through the pooler" if task.pooled else "the tokens"
     head = "a hidden layer and an output" if task.hidden_head else "a linear head"
-    labels = f" Its labels: {', '.join(f'`{label}`' for label in task.labels)}." if task.labels else ""
+    labels = f" Labels: {', '.join(f'`{label}`' for label in task.labels)}." if task.labels else ""
     told = (
         f"A BERT of {model.layers} layer{'s' * (model.layers > 1)}, hidden size {model.hidden} and {model.heads} "
         f"heads, with {head} on {place}, fine-tuned from `{base}` (sha256 of its weights and vocabulary "
         f"`{job.identity['model']}`).{labels}"
     )
     if task.hidden_head:
-        return told + "\n\ntransformers has no class for this head: the weights have Lambert's own names."
+        return told + "\n\ntransformers has no class for this head: the weights keep Lambert's own names."
     pairs = 1 in job.dev.units[0][0].segments
     return f"{told}\n\n```python\n{_code(task.export_class, pairs)}\n```"
 
@@ -76,12 +76,12 @@ def _code(export_class: str, pairs: bool) -> str:
 def _data(job: Job) -> Iterator[str]:
     options = job.options
     train, dev = (job.identity[part][0] for part in ("train", "dev"))  # their sha256; the names say which rows
-    yield f"- learnt from: `{options.wish.train.name}`, {len(job.training):,} examples, sha256 `{train}`"
+    yield f"- training data: `{options.wish.train.name}`, {len(job.training):,} examples, sha256 `{train}`"
     if job.task.labels:
         counts = (f"`{label}` ({number:,.10g})" for label, number in list(job.training.classes.items())[:SHOWN])
-        yield f"- its classes: {', '.join(counts)}"
-    yield f"- judged by and chosen by: `{options.dev.name}`, {len(job.dev.table):,}, sha256 `{dev}`"
-    yield from (f"- scored at the end: `{part.path.name}`, {len(part.table):,}" for part in job.also)
+        yield f"- classes: {', '.join(counts)}"
+    yield f"- dev data, used to evaluate and to choose: `{options.dev.name}`, {len(job.dev.table):,}, sha256 `{dev}`"
+    yield from (f"- also scored at the end: `{part.path.name}`, {len(part.table):,}" for part in job.also)
 
 
 def _recipe(job: Job, rows: list[Row], tree: Mapping[str, Any]) -> str:
@@ -91,9 +91,9 @@ def _recipe(job: Job, rows: list[Row], tree: Mapping[str, Any]) -> str:
         f"- {chosen['epochs']:g} epochs in batches of {chosen['batch']}, AdamW with a peak rate of {chosen['rate']:g}, "
         f"warm-up over {recipe.warmup:.0%} of the steps and linear decay, weight decay {recipe.weight_decay:g} "
         f"(matrices only), gradients {clipping}\n"
-        f"- at most {recipe.length} tokens, dropout {job.model.dropout:g}, of the attention "
+        f"- at most {recipe.length} tokens, dropout {job.model.dropout:g}, attention dropout "
         f"{job.model.attention_dropout:g}, seed {chosen['seed']}\n"
-        f"- of {len(tree['runs'])} run(s), the best seed of the setting with the best median:\n\n"
+        f"- chosen out of {len(tree['runs'])} run(s): the best seed of the setting with the best median:\n\n"
         f"```\n{table(rows, job.task.measure)}\n```"
     )
 
@@ -106,4 +106,7 @@ def _figures(job: Job, tree: Mapping[str, Any]) -> str:
         known.append((options.test, tree["test"]))
     names, odd = list(tree["chosen"]["dev"]), bool(tree["chosen"]["how"] == "degenerate")
     lines = [(file.name, *(f"{figures[name]:.4f}" for name in names)) for file, figures in known]
-    return markdown_table(("file", *names), lines) + odd * "\n\nIt says the same of everything: it has learnt nothing."
+    return (
+        markdown_table(("file", *names), lines)
+        + odd * "\n\nIt gives the same answer for every input: it has learned nothing."
+    )

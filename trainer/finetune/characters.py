@@ -1,9 +1,9 @@
-"""Spans of a text, widened to whole characters as a reader sees them.
+"""Widens spans of a text to whole characters as a reader sees them.
 
-A tokenizer's offsets are those of the characters that became pieces. Some characters became none: BERT's cleaning
-strips combining marks (accents, Hebrew points, Arabic vowels, Indic vowel signs) and joiners, and a span cut at the
-offsets loses those at its end. In a decomposed text one letter is several code points (Hangul jamo, some Indic vowel
-signs). A span must not separate them, since in the composed text, which has the same pieces, it cannot.
+A tokenizer's offsets cover only the characters that became pieces. Some never do: BERT's cleaning strips combining
+marks (accents, Hebrew points, Arabic vowels, Indic vowel signs) and joiners, so a span cut at the offsets loses those
+at its end. In decomposed text one letter is several code points (Hangul jamo, some Indic vowel signs). A span must not
+split them, because in the composed text, which has the same pieces, it cannot.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _VIRAMA = 9  # the canonical combining class
 
 
 def whole_characters(text: str, offsets: Integers) -> Integers:
-    """(pieces, 2) ``offsets`` of pieces in ``text``, from and up to but not including, widened to whole characters.
+    """Widen ``offsets`` (pieces, 2: start, end exclusive) of pieces in ``text`` to whole characters.
 
-    A mark without a piece belongs to the character before it, or, at the text's start and after a space, to the one
-    behind it. Canonically equal texts with the same pieces get spans with canonically equal texts.
+    A mark without a piece belongs to the character before it or, at the text's start and after a space, to the one
+    after it. Canonically equal texts with the same pieces get canonically equal spans.
     """
     if text.isascii() or not len(offsets):
         return offsets
     continues = _continues(text, _covered(len(text), offsets))
     at = np.arange(len(text) + 1)
-    first = np.maximum.accumulate(np.where(continues, 0, at))  # each character's own first code point
-    after = np.minimum.accumulate(np.where(continues, len(text), at)[::-1])[::-1]  # the next one's, from there on
+    first = np.maximum.accumulate(np.where(continues, 0, at))  # the first code point of each character
+    after = np.minimum.accumulate(np.where(continues, len(text), at)[::-1])[::-1]  # the next one, from there on
     return np.stack([first[offsets[:, 0]], after[offsets[:, 1]]], 1)
 
 
 def _covered(size: int, offsets: Integers) -> NDArray[np.bool_]:
-    """(size,) Whether a piece stands for the code point."""
+    """(size,) Whether a piece covers each code point."""
     edges = np.zeros(size + 1, np.int64)
     np.add.at(edges, offsets[:, 0], 1)
     np.add.at(edges, offsets[:, 1], -1)
@@ -42,14 +42,14 @@ def _covered(size: int, offsets: Integers) -> NDArray[np.bool_]:
 
 
 def _continues(text: str, covered: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """(code points + 1,) Whether each is of the same character as the one before it; the end is not."""
+    """(code points + 1,) Whether each belongs to the same character as the one before it; the end does not."""
     continues = np.zeros(len(text) + 1, bool)
     if not unicodedata.is_normalized("NFC", text):
         start = 0
         for at in range(1, len(text)):
             continues[at] = len(unicodedata.normalize("NFC", text[start : at + 1])) == 1
             start = start if continues[at] else at
-            covered[start : at + 1] = covered[start : at + 1].any()  # a piece of a part stands for the whole
+            covered[start : at + 1] = covered[start : at + 1].any()  # a piece for one part covers the whole
     marks = [at for at in np.flatnonzero(~covered).tolist() if _is_mark(text, at)]
     based = -1  # the last mark that has a character before it
     for at in marks:
@@ -62,6 +62,6 @@ def _continues(text: str, covered: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def _is_mark(text: str, at: int) -> bool:
     """Whether the code point only changes how the one before it looks."""
-    if text[at] == _NON_JOINER:  # it shows an Indic virama, and elsewhere, as in Persian, parts a word from its ending
+    if text[at] == _NON_JOINER:  # it shows an Indic virama; elsewhere, as in Persian, it separates a word's ending
         return at > 0 and unicodedata.combining(text[at - 1]) == _VIRAMA
     return text[at] == _JOINER or unicodedata.category(text[at])[0] == "M"

@@ -1,9 +1,9 @@
 """Multiple choice, as in SWAG: which of several continuations follows a context.
 
-Each choice is an example of its own, [CLS] context [SEP] choice [SEP], with one score from the pooled [CLS]; the
-softmax goes over the choices of a record. SWAG's published CSV is read as it is (``sent1``; ``sent2`` begins each of
-``ending0`` … ``ending3``), and TSV, CSV and JSON lines with a user's columns: the context's, and the choices', one
-each, or one alone that holds a JSON list. The label is the right choice's number, from 0.
+Each choice is its own example, [CLS] context [SEP] choice [SEP], with one score from the pooled [CLS]; the softmax runs
+over the choices of a record. SWAG's published CSV is read as it is (``sent1``; ``sent2`` begins each of ``ending0`` …
+``ending3``). TSV, CSV and JSON lines with other columns work too: one for the context, and either one per choice or a
+single one that contains a JSON list. The label is the number of the right choice, from 0.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Answers = Sequence[NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Choices:
-    """Where a file has the context, how each choice begins, the choices themselves and which is right."""
+    """Names the columns of the context, the start of each choice, the choices themselves and the label."""
 
     context: str
-    choices: tuple[str, ...]  # one alone holds a JSON list
-    beginning: str = ""  # empty where choices stand by themselves
+    choices: tuple[str, ...]  # a single one contains a JSON list
+    beginning: str = ""  # empty if the choices are complete
     label: str = "label"
-    no_label: tuple[str, ...] = ()  # values that mean that nobody knows the right one
+    no_label: tuple[str, ...] = ()  # label values that mean no label
 
 
 SWAG = Choices("sent1", tuple(f"ending{number}" for number in range(4)), "sent2")
@@ -51,12 +51,12 @@ class Record:
     line: int
     context: str
     choices: tuple[str, ...]
-    target: int | None  # the right one; None where nobody knows
+    target: int | None  # the right one; None if unknown
 
 
 @dataclass(frozen=True)
 class ChoiceTask:
-    """The right one of ``choices`` continuations."""
+    """Pick the right one of ``choices`` continuations."""
 
     columns: Choices
     choices: int
@@ -73,31 +73,31 @@ class ChoiceTask:
 
     @classmethod
     def of(cls, training: Path, columns: Choices = SWAG) -> ChoiceTask:
-        """The task of as many choices as the training file has."""
+        """Make the task with as many choices as the training file has."""
         return cls(columns, len(read_records(training, columns)[0].choices))
 
     def read(self, path: Path) -> list[Record]:
-        """The records of a file. TrainerError for one of another number of choices."""
+        """Read a file's records. TrainerError if one has a different number of choices."""
         return read_records(path, self.columns, self.choices)
 
     def classes(self, records: Sequence[Record]) -> Counts:
-        """How often each choice is the right one, by its number."""
+        """Count how often each choice is the right one, by its number."""
         targets = (None if record.target is None else str(record.target) for record in records)
         return count([str(number) for number in range(self.choices)], targets)
 
     def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
-        """One unit: an example for each choice, cut to ``longest`` tokens, the longer of context and choice first."""
+        """One unit: an example per choice, truncated to ``longest`` tokens, the longer of context and choice first."""
         texts = [record.context, *record.choices]
         first, *seconds = (one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         head, *others = (pack(tokenizer, *cut(first, second, longest)) for second in seconds)
         return [(head if record.target is None else with_targets(head, record.target), *others)]
 
     def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
-        """() fp32: the records' cross-entropies over their choices, summed."""
+        """() fp32: the sum over records of the cross-entropy over their choices."""
         return cross_entropy(answers.view(-1, self.choices), batch.targets)[0]
 
     def count(self, unit: Unit) -> int:
-        """One, where the right choice is known."""
+        """1 if the right choice is known, else 0."""
         return len(unit[0].targets)
 
     def score(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
@@ -108,11 +108,11 @@ class ChoiceTask:
             if record.target is not None
         ]
         if not right:
-            raise TrainerError(f"{self.name}: there is no record with a label to be judged by")
+            raise TrainerError(f"{self.name}: there is no record with a label to evaluate on")
         return {"accuracy": sum(right) / len(right)}
 
     def predictions(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> list[dict[str, Any]]:
-        """For each record its place from 0 on, the choice, how sure it is, and the right one, where known."""
+        """One row per record: its index, the choice, its probability and, if known, the right choice."""
         rows = []
         for index, (record, own) in enumerate(zip(records, answers, strict=True)):  # own (choices, 1)
             shares = np.exp(own.astype(np.float64) - own.max())
@@ -126,13 +126,13 @@ class ChoiceTask:
 
 
 def read_records(path: Path, columns: Choices, choices: int | None = None) -> list[Record]:
-    """The records of a file, each of ``choices`` choices, or of as many as the first one has. TrainerError by line."""
+    """Read a file's records, each with ``choices`` choices or as many as the first. TrainerError names the line."""
     records = []
     for row in read_rows(path):
         record = _record(path, row, columns)
         choices = choices or len(record.choices)
         if len(record.choices) != choices:
-            seen = f"{len(record.choices)} choices, where {choices} are wanted"
+            seen = f"{len(record.choices)} choices instead of {choices}"
             raise TrainerError(f"{path}, line {row.line}: {seen}; each record must have the same number")
         records.append(record)
     return records
@@ -144,9 +144,9 @@ def _record(path: Path, row: Row, columns: Choices) -> Record:
     if len(columns.choices) == 1:
         values = _list(values[0], columns.choices[0], where)
     elif "" in values:
-        raise TrainerError(f"{where}: nothing in the column {columns.choices[values.index('')]}; write each choice")
+        raise TrainerError(f"{where}: column {columns.choices[values.index('')]} is empty; fill in every choice")
     if len(values) < 2:
-        raise TrainerError(f"{where}: {len(values)} choice; there must be two at least")
+        raise TrainerError(f"{where}: {len(values)} choice(s); at least two are needed")
     if columns.beginning:
         beginning = _value(row, columns.beginning, where)
         values = [f"{beginning} {value}" for value in values]
@@ -156,7 +156,7 @@ def _record(path: Path, row: Row, columns: Choices) -> Record:
 def _value(row: Row, name: str, where: str) -> str:
     value = row.values.get(name)
     if value is None:
-        raise TrainerError(f"{where}: nothing in the column {name}; there is {', '.join(row.values)}")
+        raise TrainerError(f"{where}: no value in column {name}; the row has {', '.join(row.values)}")
     return value
 
 
@@ -166,7 +166,7 @@ def _list(text: str, name: str, where: str) -> list[str]:
     except ValueError:
         value = None
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-        raise TrainerError(f"{where}: column {name} must be a JSON list of texts, none of them empty")
+        raise TrainerError(f"{where}: column {name} must be a JSON list of non-empty strings")
     return value
 
 
@@ -177,6 +177,6 @@ def _target(row: Row, columns: Choices, values: list[str], where: str) -> int | 
     if not label.isdecimal() or int(label) >= len(values):
         raise TrainerError(
             f"{where}: {columns.label} is {label!r}; it must be a choice's number, 0 to {len(values) - 1}; if it means "
-            f"that there is no label, say --no-label {label}"
+            f"no label, pass --no-label {label}"
         )
     return int(label)

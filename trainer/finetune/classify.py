@@ -1,7 +1,7 @@
-"""Sentence and sentence-pair tasks: a class, or a number, for each text or each pair of texts.
+"""Sentence and sentence-pair tasks: predict a class or a number for each text or pair of texts.
 
-Published files are read as their authors left them: the columns' names are told by the first line, and a task knows
-the names that its own files have.
+Published files are read unchanged: their first line names the columns, and each task knows the column names of its own
+published files.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trainer.finetune.labels import NONE, Counts, count, says_nothing
 from trainer.finetune.measures import FIGURES
 from trainer.finetune.task import TaskBatch, Unit, fit, pack, with_targets
 
-_AT_ONCE = 4096  # records that are tokenised together
+_AT_ONCE = 4096  # records tokenised together
 Answers = Sequence[NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a file has the texts, and what is asked about them."""
+    """Names the columns of the texts and of the label."""
 
     texts: tuple[str, ...]  # one, or two
     label: str
@@ -39,14 +39,14 @@ class Columns:
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a task look."""
+    """The layout of a task's files."""
 
-    columns: tuple[Columns, ...]  # the first whose texts are all there holds
-    headless: tuple[str, ...] = ()  # names of the columns of a file whose first line is a record
-    dropped: tuple[str, ...] = ()  # labels of records that nobody could decide
-    no_label: tuple[str, ...] = ()  # values that mean that a record has none
-    lower: bool = False  # whether labels stand there in capitals, too
-    skips: bool = False  # whether rows that are too short are left out, not refused
+    columns: tuple[Columns, ...]  # candidates; the first that the file has is used
+    headless: tuple[str, ...] = ()  # column names of a file without a header line
+    dropped: tuple[str, ...] = ()  # labels of records on which the annotators did not agree
+    no_label: tuple[str, ...] = ()  # label values that mean no label
+    lower: bool = False  # whether labels are converted to lower case
+    skips: bool = False  # whether rows that are too short are skipped rather than rejected
 
 
 @dataclass(frozen=True)
@@ -56,40 +56,40 @@ class Record:
     line: int
     first: str
     second: str | None
-    target: float | None  # the number of the class, or the number itself; None where it is not known
+    target: float | None  # the number of the class, or the number itself; None if unknown
 
 
 @dataclass(frozen=True)
 class SentenceTask:
-    """A class or a number for each record. ``labels`` in the order of the head's outputs; none: a number."""
+    """Predict a class for each record, with ``labels`` in the order of the head's outputs; without labels, a number."""
 
     name: str
     measure: str
-    figures: tuple[str, ...]  # of measures.FIGURES
+    figures: tuple[str, ...]  # names in measures.FIGURES
     format: Format
     labels: tuple[str, ...]
     hidden_head: bool
-    tell: Callable[[str], None]  # what was left out
+    tell: Callable[[str], None]  # receives reports of what was skipped
     pooled: bool = True
     drops: bool = True
     export_class: str = "BertForSequenceClassification"
 
     @property
     def outputs(self) -> int:
-        """One for each class, or one."""
+        """One per class; one for a number."""
         return max(1, len(self.labels))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the targets."""
+        """Dtype of the targets."""
         return torch.int64 if self.labels else torch.float32
 
     def read(self, path: Path) -> list[Record]:
-        """The records of a file; without a column of labels none is known. See ``read_records``."""
+        """Read a file's records; without a label column they have no labels. See ``read_records``."""
         return read_records(path, self.format, self.labels, self.tell)
 
     def classes(self, records: Sequence[Record]) -> Counts:
-        """Records of each class; for numbers how many there are, the lowest and the highest."""
+        """Count the records of each class; for numbers, report how many there are, the lowest and the highest."""
         if self.labels:
             return count(self.labels, (None if r.target is None else self.labels[int(r.target)] for r in records))
         known = [record.target for record in records if record.target is not None]
@@ -97,13 +97,13 @@ class SentenceTask:
         return counts | ({NONE: len(records) - len(known)} if len(known) < len(records) else {})
 
     def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
-        """The record, cut to ``longest`` tokens."""
+        """The record as one unit, truncated to ``longest`` tokens."""
         return self.all_units([record], tokenizer, longest, training)[0]
 
     def all_units(
         self, records: Sequence[Record], tokenizer: Tokenizer, longest: int, training: bool
     ) -> list[list[Unit]]:
-        """One unit of one example for each record, ``_AT_ONCE`` tokenised together."""
+        """One unit of one example per record; ``_AT_ONCE`` records are tokenised together."""
         made: list[list[Unit]] = []
         for start in range(0, len(records), _AT_ONCE):
             part = records[start : start + _AT_ONCE]
@@ -117,21 +117,21 @@ class SentenceTask:
         return made
 
     def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
-        """Cross-entropy of the classes, or the squared error, summed."""
+        """Summed cross-entropy of the classes, or summed squared error."""
         if self.labels:
             return cross_entropy(answers, batch.targets)[0]
         return (answers[:, 0] - batch.targets).square().sum()
 
     def count(self, unit: Unit) -> int:
-        """One, where the answer is known."""
+        """1 if the label is known, else 0."""
         return sum(len(example.targets) for example in unit)
 
     def score(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
-        """The task's figures over the records whose answer is known."""
+        """The task's metrics over the records whose label is known."""
         said = np.concatenate(answers)  # (records, outputs)
         known = [row for row, record in enumerate(records) if record.target is not None]
         if not known:
-            raise TrainerError(f"{self.name}: there is no record with a label to be judged by")
+            raise TrainerError(f"{self.name}: there is no record with a label to evaluate on")
         gold = np.array([records[row].target for row in known])
         if self.labels:
             gold, values = gold.astype(np.int64), said[known].argmax(1)
@@ -140,7 +140,7 @@ class SentenceTask:
         return {name: FIGURES[name](gold, values) for name in self.figures}
 
     def predictions(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> list[dict[str, Any]]:
-        """For each record its place from 0 on, the prediction, how sure it is, and what is right, where known."""
+        """One row per record: its index, the prediction, a class's probability and, if known, the label."""
         rows = []
         for index, (record, own) in enumerate(zip(records, np.concatenate(answers).astype(np.float64), strict=True)):
             if self.labels:
@@ -158,16 +158,16 @@ class SentenceTask:
 
 
 def read_records(path: Path, form: Format, labels: Sequence[str], tell: Callable[[str], None]) -> list[Record]:
-    """The records of a file, whose answers are ``labels``, or numbers without any.
+    """Read a file's records, which have one of ``labels`` each or, if that is empty, a number.
 
-    ``tell`` is told what is left out. Raises TrainerError, by file and line, for columns that are not there and for
-    labels that are not known.
+    ``tell`` receives a report of what is skipped. Raises TrainerError, with file and line, for missing columns and
+    unknown labels.
     """
     rows, columns = open_file(path, form)
     for other in form.columns:
         if other != columns and {*other.texts, other.label} <= rows[0].values.keys():
             used, unused = ", ".join((*columns.texts, columns.label)), ", ".join((*other.texts, other.label))
-            tell(f"{path}: columns {used} are used, not {unused}: choose others by --text-columns and --label-column")
+            tell(f"{path}: using columns {used}, not {unused}: choose others with --text-columns and --label-column")
     numbers = {label: float(number) for number, label in enumerate(labels)}
     records, short, undecided = [], 0, 0
     for row in rows:
@@ -177,7 +177,7 @@ def read_records(path: Path, form: Format, labels: Sequence[str], tell: Callable
         if any(text is None for text in texts):
             if not form.skips:
                 missing = columns.texts[texts.index(None)]
-                raise TrainerError(f"{path}, line {row.line}: it has nothing in the column {missing}")
+                raise TrainerError(f"{path}, line {row.line}: no value in column {missing}")
             short += 1
             continue
         if label in form.dropped:
@@ -187,34 +187,34 @@ def read_records(path: Path, form: Format, labels: Sequence[str], tell: Callable
         records.append(
             Record(row.line, first, second, _target(label, numbers, f"{path}, line {row.line}: {columns.label}"))
         )
-    left = [(short, "are too short"), (undecided, "have no label that its annotators agreed on")]
+    left = [(short, "are too short"), (undecided, "have no label that the annotators agreed on")]
     if said := [f"{count} that {what}" for count, what in left if count]:
-        tell(f"{path}: of {len(rows):,} records, left out {', '.join(said)}")
+        tell(f"{path}: of {len(rows):,} records, skipped {', '.join(said)}")
     return records
 
 
 def open_file(path: Path, form: Format) -> tuple[list[Row], Columns]:
-    """The rows of a file, and those of the known columns that it has."""
+    """Read a file's rows, and find which of the candidate columns it has."""
     rows = read_rows(path, form.headless, [columns.texts for columns in form.columns])
     names = {name for row in rows for name in row.values}
     fits = [columns for columns in form.columns if set(columns.texts) <= names]
     if not fits:
         wanted = " or ".join(", ".join(columns.texts) for columns in form.columns)
         raise TrainerError(
-            f"{path} has no columns {wanted} but {', '.join(sorted(names))}: name them by --text-columns"
+            f"{path} has no columns {wanted}, only {', '.join(sorted(names))}: name them with --text-columns"
         )
     return rows, next((columns for columns in fits if columns.label in names), fits[0])
 
 
 def find_labels(path: Path, form: Format) -> tuple[str, ...]:
-    """The labels of a training file, in order: as numbers where all are, else by name."""
+    """Find the labels of a training file, sorted as numbers if all are numbers, else by name."""
     rows, columns = open_file(path, form)
     found = {_label(row, columns, form) for row in rows} - {*form.dropped}
     labels = [label for label in found if label is not None]
     if len(labels) < 2:
         raise TrainerError(
-            f"{path} has {len(labels)} label(s) in its column {columns.label}: name the right one by --label-column, "
-            "or say --regression for numbers"
+            f"{path} has {len(labels)} label(s) in column {columns.label}: name the right column with --label-column, "
+            "or pass --regression for numbers"
         )
     if all(label.removeprefix("-").isdecimal() for label in labels):
         return tuple(sorted(labels, key=int))
@@ -235,20 +235,20 @@ def _target(label: str | None, numbers: dict[str, float], where: str) -> float |
     if numbers:
         if label not in numbers:
             known = ", ".join(list(numbers)[:10])
-            remedy = f"if it means that there is no label, say --no-label {label}"
-            raise TrainerError(f"{where} is {label!r}, which is none of {known}; {remedy}")
+            remedy = f"if it means no label, pass --no-label {label}"
+            raise TrainerError(f"{where} is {label!r}, which is not one of {known}; {remedy}")
         return numbers[label]
     try:
         value = float(label)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise TrainerError(f"{where} is {label!r}, which is no number")
+        raise TrainerError(f"{where} is {label!r}, which is not a number")
     return value
 
 
 def cut(first: list[int], second: list[int] | None, longest: int) -> tuple[list[int], list[int] | None]:
-    """Both so short that with [CLS] and [SEP] they have at most ``longest`` tokens: see ``task.fit``."""
+    """Truncate both so that with [CLS] and [SEP] they have at most ``longest`` tokens; see ``task.fit``."""
     if second is None:
         return first[: longest - 2], None
     a, b = fit(len(first), len(second), longest - 3)

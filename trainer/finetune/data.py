@@ -1,4 +1,4 @@
-"""A task's records as token ids: tokenised once, kept flat, and cut into micro-batches by row."""
+"""A task's records as token ids: tokenised once, stored flat, and cut into micro-batches by row."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SHARE = 16  # bits of a sample's number that say which example of its unit it is
 
 
 class Table:
-    """Units in flat arrays; ``batch`` makes of some what ``task.collate`` makes of them, without a loop in Python."""
+    """Units in flat arrays. ``batch`` makes the same batches as ``task.collate``, without a Python loop."""
 
     def __init__(self, units: Sequence[Unit], task: Task, classes: Counts | None = None) -> None:
-        self.classes = classes or {}  # of the records that the units are of
+        self.classes = classes or {}  # class counts of the records behind the units
         examples = [example for unit in units for example in unit]
         self.dtype = task.dtype
-        self.examples = _counts(units)  # (U,) of each unit
+        self.examples = _counts(units)  # (U,) examples of each unit
         self.counts = np.array([task.count(unit) for unit in units], np.int64)  # (U,) targets of each unit
         self.sizes = _counts([example.tokens for example in examples])  # (E,) tokens of each example
         self.places_of = _counts([example.places for example in examples])
@@ -69,7 +69,7 @@ class Table:
 
 
 def spans(first: Rows, counts: Rows) -> Rows:
-    """``first[0], first[0] + 1, …``, ``counts[0]`` numbers of it, then the same of the next."""
+    """Concatenated runs of consecutive numbers: ``counts[i]`` of them from ``first[i]`` on."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
 
@@ -91,7 +91,7 @@ def _flat(parts: Sequence[Sequence[float]], dtype: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """A file to be judged by: its records, their units in order, and these as a table."""
+    """A file to evaluate on: its records, their units in order, and the units as a table."""
 
     path: Path
     records: list[Any]
@@ -100,26 +100,26 @@ class Part:
 
     @property
     def known(self) -> bool:
-        """Whether it has answers."""
+        """Whether any record has an answer."""
         return bool(self.table.counts.any())
 
 
 def read_part(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> Part:
-    """A file to be judged by, or to say something about where it has no answers."""
+    """Read a file to evaluate on or, if it has no answers, to predict."""
     records = task.read(path)
     units = flat_units(task, records, tokenizer, longest, training=False)
     if not units:
-        raise TrainerError(f"{path} holds nothing to be asked")
+        raise TrainerError(f"{path} has nothing to predict: check that its texts are not empty")
     return Part(path, records, units, Table(units, task, task.classes(records)))
 
 
 def read_training(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> Table:
-    """A file to learn from: only units with a target."""
+    """Read a training file, keeping only units with a target."""
     records = task.read(path)
     units = flat_units(task, records, tokenizer, longest, training=True)
     units = [unit for unit in units if task.count(unit)]
     if not units:
-        raise TrainerError(f"{path} holds no answers to learn from: it needs its labels (see --label-column)")
+        raise TrainerError(f"{path} has no labels to train on: add them, or name their column (--label-column)")
     return Table(units, task, task.classes(records))
 
 
@@ -137,7 +137,7 @@ def flat_units(task: Task, records: list[Any], tokenizer: Tokenizer, longest: in
 
 @dataclass(frozen=True)
 class Cut:
-    """How a step's batch is cut: into ``parts`` micro-batches, of which this rank has ``first`` … ``end - 1``."""
+    """How a step's batch is split: into ``parts`` micro-batches, of which this rank has ``first`` … ``end - 1``."""
 
     parts: int
     first: int
@@ -145,15 +145,15 @@ class Cut:
 
 
 def cut_of(batch: int, micro_batch: int | None, rank: int, ranks: int) -> Cut:
-    """At most ``micro_batch`` units in each, the same number on each rank; None: one on each rank."""
+    """Split into micro-batches of at most ``micro_batch`` units, equally many on each rank; None: one per rank."""
     each = 1 if micro_batch is None else -(-batch // (ranks * micro_batch))
     return Cut(ranks * each, rank * each, (rank + 1) * each)
 
 
 def take(table: Table, order: Order, position: int, count: int, cut: Cut) -> tuple[list[TaskBatch], TaskCounts]:
-    """This rank's micro-batches of the ``count`` units from ``position`` on, and the counts of all of them.
+    """This rank's micro-batches of the ``count`` units from ``position`` on, and the counts of the whole batch.
 
-    A rank without a unit of its own in a micro-batch has another one there, whose loss weighs nothing.
+    A micro-batch that would be empty gets some other unit, whose loss has weight 0.
     """
     rows = order.take(position, count)[:, 1]
     batches = []

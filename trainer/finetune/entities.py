@@ -1,8 +1,8 @@
-"""Entities of tagged sentences, and the precision, recall and F1 of those that were found.
+"""Entities of tagged sentences, and the precision, recall and F1 of the predicted ones.
 
-An entity is right if its type, its first and its last word are. Tags are O, B-TYPE and I-TYPE, in any order, as a
-tagger may say them: an entity begins at a B-, and at an I- that does not continue one of its own type; it ends before
-whatever does not continue it. That is the reading of CoNLL's ``conlleval``, and of ``seqeval`` by default.
+An entity is right if its type, first word and last word are. Tags are O, B-TYPE and I-TYPE, in any order, as a tagger
+may emit them: an entity begins at a B-, or at an I- that does not continue one of its own type; it ends before
+whatever does not continue it. CoNLL's ``conlleval`` reads tags this way, and so does ``seqeval`` by default.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-Tags = Sequence[str]  # of one sentence, a tag a word
+Tags = Sequence[str]  # of one sentence, one tag per word
 
 
 def entities(tags: Tags) -> list[tuple[str, int, int]]:
@@ -27,7 +27,7 @@ def entities(tags: Tags) -> list[tuple[str, int, int]]:
 
 
 def entity_figures(gold: Sequence[Tags], said: Sequence[Tags]) -> dict[str, float]:
-    """Precision, recall and F1 over all entities, and of each type, as ``f1.PER``; 0 where nothing is to divide by."""
+    """Precision, recall and F1 over all entities and for each type, as ``f1.PER``; 0 if the denominator is 0."""
     right: Counter[str] = Counter()
     wanted: Counter[str] = Counter()
     claimed: Counter[str] = Counter()

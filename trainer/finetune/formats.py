@@ -1,8 +1,8 @@
-"""Files of records: TSV, CSV and JSON lines as rows of named columns, each with its line.
+"""Record files: TSV, CSV and JSON lines as rows of named columns, each with its line number.
 
-TSV is as the tasks' authors publish it: fields between tabs, no quoting, for a lone quotation mark is text there.
-CSV has quoting. A file is chosen by its ending; ``.txt`` is TSV. ``FILE#column=value`` names only the rows of a file
-that has all parts of a data set in one, as SICK.txt#SemEval_set=TRAIN.
+TSV is read as the tasks' authors publish it: tab-separated, without quoting, because a lone quotation mark is text.
+CSV has quoting. The extension decides the format; ``.txt`` is TSV. If one file contains all parts of a data set,
+``FILE#column=value`` selects the rows of one part, as in SICK.txt#SemEval_set=TRAIN.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ TSV, CSV, LINES = (".tsv", ".txt"), (".csv",), (".jsonl", ".json", ".ndjson")
 class Row:
     """One record of a file."""
 
-    line: int  # where it ends in the file, from 1 on
-    values: dict[str, str | None]  # by column; a column that the row is too short for is absent, JSON's null is None
+    line: int  # the line it ends on, from 1
+    values: dict[str, str | None]  # by column; absent if the row is too short, None for JSON's null
 
 
 def split_name(path: Path) -> tuple[Path, str, str]:
-    """A file, and the column and the value of the rows that are meant; both empty for all of them."""
+    """Split a name into the file, and the column and value that select rows; both empty for all rows."""
     name, _, part = path.name.partition("#")
     column, _, value = part.partition("=")
     return path.parent / name, column, value
 
 
 def read_rows(path: Path, headless: Sequence[str] = (), wanted: Sequence[Sequence[str]] = ()) -> list[Row]:
-    """All rows of a file.
+    """Read all rows of a file.
 
-    ``headless``: the columns' names for a file that has none; it has none if its first line holds no set of columns
-    among ``wanted``. Raises TrainerError, with the line, for what cannot be read.
+    ``headless``: column names for a file without a header, that is, whose first line contains none of the column sets
+    in ``wanted``. Raises TrainerError, with the line, for anything that cannot be read.
     """
     file, column, value = split_name(path)
     if file.suffix in LINES:
@@ -49,16 +49,16 @@ def read_rows(path: Path, headless: Sequence[str] = (), wanted: Sequence[Sequenc
     elif file.suffix in TSV + CSV:
         rows = list(_named(file, _fields(file), headless, wanted))
     else:
-        raise TrainerError(f"{file}: its ending says no format that is known: {' '.join(TSV + CSV + LINES)}")
+        raise TrainerError(f"{file}: unsupported file extension; use one of {' '.join(TSV + CSV + LINES)}")
     if column:
         rows = [row for row in rows if row.values.get(column) == value]
     if not rows:
-        raise TrainerError(f"{path} holds no row{f' whose {column} is {value}' if column else ''}")
+        raise TrainerError(f"{path} has no row{f' whose {column} is {value}' if column else ''}")
     return rows
 
 
 def _fields(file: Path) -> Iterator[tuple[int, Fields]]:
-    """The fields of each line; those of a .csv, too, are parted by tabs if its first line holds one, as STS-B's are."""
+    """The fields of each line. A .csv whose first line contains a tab is tab-separated too, as STS-B's files are."""
     lines = read_lines(file)
     if file.suffix in TSV or "\t" in lines[0]:
         yield from ((number, line.split("\t")) for number, line in enumerate(lines, 1) if line)
@@ -67,7 +67,7 @@ def _fields(file: Path) -> Iterator[tuple[int, Fields]]:
     try:
         yield from ((reader.line_num, fields) for fields in reader if fields)
     except csv.Error as error:
-        raise TrainerError(f"{file}, line {reader.line_num}: no CSV ({error})") from None
+        raise TrainerError(f"{file}, line {reader.line_num}: not valid CSV ({error})") from None
 
 
 def _named(
@@ -81,16 +81,14 @@ def _named(
         names = list(headless)
         yield Row(first[0], dict(zip(names, first[1], strict=False)))
     if twice := [name for name in names if name and names.count(name) > 1]:
-        raise TrainerError(
-            f"{file}, line {first[0]}: the column {twice[0]} stands there twice: rename the one not meant"
-        )
+        raise TrainerError(f"{file}, line {first[0]}: column {twice[0]} appears twice: rename one of them")
     for number, fields in rows:
         if len(fields) > len(names) and names != list(headless):
-            seen = f"{len(fields)} fields, the first line has {len(names)}"
-            raise TrainerError(f"{file}, line {number}: {seen}: is there a tab or a comma too many in a text?")
+            seen = f"{len(fields)} fields, but the first line has {len(names)}"
+            raise TrainerError(f"{file}, line {number}: {seen}: is there an extra tab or comma in a text?")
         yield Row(number, dict(zip(names, fields, strict=False)))
 
 
 def _text(value: Any) -> str | None:
-    """A JSON value as a column of TSV has it."""
+    """A JSON value as a TSV column would contain it."""
     return value if value is None or isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,7 @@
-"""The figures by which tasks are judged, in plain NumPy.
+"""The metrics that tasks are evaluated by, in plain NumPy.
 
-Classes are numbers from 0 on. A figure that is not defined is the one that scikit-learn and SciPy give: 0 for F1 and
-Matthews' coefficient without any right or wrong of a kind, NaN for a correlation with what does not vary.
+Classes are numbers from 0. An undefined metric has the value that scikit-learn and SciPy give it: 0 for F1 and
+Matthews' coefficient if the denominator is 0, NaN for a correlation with constant values.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Classes = NDArray[np.int64]
 
 
 def accuracy(gold: Classes, said: Classes) -> float:
-    """Share of equal classes."""
+    """Share of predicted classes that equal the gold ones."""
     return float(np.mean(gold == said))
 
 
 def f1(gold: Classes, said: Classes, positive: int = 1) -> float:
-    """2 · right / (said + there) of the ``positive`` class, as GLUE has it for MRPC and QQP."""
+    """F1 of the ``positive`` class, 2 · correct / (predicted + gold), as GLUE defines it for MRPC and QQP."""
     right = np.sum((gold == positive) & (said == positive))
     return _share(2 * right, np.sum(gold == positive) + np.sum(said == positive))
 
 
 def macro_f1(gold: Classes, said: Classes) -> float:
-    """Mean of the F1 of all classes that are there or were said."""
+    """Mean F1 of all classes that occur among the gold or predicted ones."""
     return float(np.mean([f1(gold, said, int(one)) for one in np.union1d(gold, said)]))
 
 
 def matthews(gold: Classes, said: Classes) -> float:
-    """Matthews' correlation coefficient for any number of classes (Gorodkin 2004); 0 where one side is constant."""
+    """Matthews' correlation coefficient for any number of classes (Gorodkin 2004); 0 if one side is constant."""
     classes = int(max(gold.max(), said.max())) + 1
     table = np.zeros((classes, classes))
     np.add.at(table, (gold, said), 1)
@@ -43,7 +43,7 @@ def matthews(gold: Classes, said: Classes) -> float:
 
 
 def pearson(gold: Numbers, said: Numbers) -> float:
-    """Pearson's correlation; NaN where one side is constant."""
+    """Pearson's correlation; NaN if one side is constant."""
     a, b = np.asarray(gold, np.float64), np.asarray(said, np.float64)
     a, b = a - a.mean(), b - b.mean()
     spread = float(np.sqrt((a @ a) * (b @ b)))
@@ -51,12 +51,12 @@ def pearson(gold: Numbers, said: Numbers) -> float:
 
 
 def spearman(gold: Numbers, said: Numbers) -> float:
-    """Spearman's correlation: Pearson's of the ranks, equal numbers sharing their mean rank."""
+    """Spearman's correlation: Pearson's correlation of the ranks, where ties share their mean rank."""
     return pearson(ranks(gold), ranks(said))
 
 
 def ranks(values: Numbers) -> Numbers:
-    """Rank of each number from 1 on; equal ones have the mean of theirs."""
+    """Rank of each number, from 1; ties share their mean rank."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return np.asarray((last - (counts - 1) / 2)[group], np.float64)

@@ -1,4 +1,4 @@
-"""A run's own words while it goes: a line now and then, and a journal of all of them."""
+"""A run's progress: a log line now and then, each also recorded in the journal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer.finetune.score import Judged
 from trainer.monitor.journal import JOURNAL, Journal, say
 from trainer.ranks.world import World
 
-LINES = 10  # of progress in a run; all ranks meet for each
-LOOK = 10  # steps between two looks at whether the gradients were finite, for which the device is waited for
-FAR = 10.0  # times the first step's loss: a run whose loss is above that learns nothing any more
+LINES = 10  # of progress in a run; all ranks synchronise for each
+LOOK = 10  # steps between checks that the gradients are finite; each waits for the device
+FAR = 10.0  # times the first step's loss: above that, the run has diverged
 
 
 class Meter:
-    """Adds up on the device, and waits for it only when a line is due."""
+    """Adds up losses on the device, and waits for it only when a line is due."""
 
     def __init__(self, name: str, folder: Path, steps: int, epoch: int, world: World) -> None:
         self.name, self.steps, self.epoch, self.world = name, steps, epoch, world
@@ -34,27 +34,28 @@ class Meter:
         self.start(0, None)
 
     def start(self, attempts: int, first_loss: float | None) -> None:
-        """Times count from here; ``first_loss`` is the first step's, once it was taken."""
+        """Start the clock; ``first_loss`` is the first step's loss, if it was taken before."""
         self.first_loss = first_loss
         self.first, self.began, self.since = attempts, time.perf_counter(), time.perf_counter()
 
     def step(self, result: StepResult, targets: int, examples: int) -> None:
-        """A step of so many targets and examples in the whole batch."""
+        """Add a step, with the numbers of targets and examples in the whole batch."""
         if result.applied:
             self.loss += result.sums[0]
             self.targets += targets
-            self.finite &= result.gradient_norm.isfinite()  # of all ranks, so the same on each
+            self.finite &= result.gradient_norm.isfinite()  # the norm is over all ranks, so they agree
         self.examples += examples
 
     def require_finite(self) -> None:
-        """Raise NotFiniteError, on all ranks, if a step's gradients were not: its weights are spoilt."""
+        """Raise NotFiniteError, on all ranks, if a step had non-finite gradients: the weights are then ruined."""
         if not self.finite:
             raise NotFiniteError("the gradients are not finite: lower the rate, or lengthen the warm-up")
 
     def tell(self, attempts: int, rate: float) -> None:
-        """A line, when it is due; all ranks call it. Raises as ``require_finite``, of which it looks more often.
+        """Log a line if one is due; all ranks call this.
 
-        Raises DivergedError, on all ranks, for a loss far above the first step's.
+        Raises as ``require_finite`` does, which is checked more often than lines are due. Raises DivergedError, on
+        all ranks, for a loss far above the first step's.
         """
         due = attempts % self.every == 0 or attempts in (1, self.steps)
         if due or attempts % LOOK == 0:
@@ -77,7 +78,7 @@ class Meter:
         self.since = now
         speed = f"{record['examples_per_second']:,.0f} examples/s, {left:,.0f} s left"
         self._say(f"step {attempts}/{self.steps}, loss {record['loss']:.4f}, {speed}", record)
-        if self.first_loss is None and learnt > 0:  # not of steps that overflowed
+        if self.first_loss is None and learnt > 0:  # steps that overflowed do not count
             self.first_loss = loss
         if self.first_loss is not None and loss > FAR * self.first_loss:
             raise DivergedError(
@@ -86,16 +87,16 @@ class Meter:
             )
 
     def changed(self, step: int, changes: Changes) -> None:
-        """Say and write down what changed since the checkpoint that the run goes on from."""
+        """Report and record what changed since the checkpoint that the run resumes from."""
         if changes:
             record = {"event": "changed", "step": step, "settings": changes}
             self._say(f"changed since that checkpoint: {spelled(changes)}", record)
 
     def evaluated(self, place: dict[str, Any], judged: Judged, measure: str) -> None:
-        """Figures on dev, the one that decides first."""
+        """Report the dev metrics, the deciding one first."""
         names = [measure, *(name for name in judged.figures if name != measure)]
         figures = ", ".join(f"{name} {judged.figures[name]:.4f}" for name in names[:4])
-        odd = " (it says the same of everything)" if judged.constant else ""
+        odd = " (it gives the same answer for every input)" if judged.constant else ""
         text = f"epoch {place['epoch']:.2f}, dev: {figures}{odd}"
         self._say(text, {"event": "dev", **place, "figures": judged.figures})
 

@@ -1,4 +1,4 @@
-"""The command line of ``python -m trainer.finetune``, and what it comes to."""
+"""The command line of ``python -m trainer.finetune``, parsed and checked."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ _STEPS = ("eval_every", "save_every", "patience")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a sweep goes through, besides seeds."""
+    """One point of a sweep, apart from the seed."""
 
     rate: float
     batch: int
     epochs: float
 
     def folder(self, seed: int) -> str:
-        """The name of one run's folder."""
+        """The folder name of one run."""
         return f"rate-{self.rate:g}-batch-{self.batch}-epochs-{self.epochs:g}-seed-{seed}"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how it runs; none of it changes what is learnt, but for rounding."""
+    """Where and how it runs. None of this changes what is learned, apart from rounding."""
 
     device: str
     precision: Literal["auto", "fp16", "bf16", "fp32"]
     kernels: Literal["auto", "triton", "torch"]
     zero_stage: Literal[0, 1]
-    micro_batch: int | None  # records of one forward on one rank, at most; None: all that a rank has
-    timeout: int  # seconds that ranks wait for one another
+    micro_batch: int | None  # at most so many records in one forward on one rank; None: all of them
+    timeout: int  # seconds that ranks wait for each other
 
 
 @dataclass(frozen=True)
 class Options:
-    """All that a user said, and what follows from it."""
+    """Everything the user chose, with the task's defaults filled in."""
 
     task: str
     model: Path
@@ -59,18 +59,18 @@ class Options:
     dev: Path
     test: Path | None
     also: tuple[Path, ...]
-    recipe: Recipe  # batch, rate and epochs of it stand in the settings
+    recipe: Recipe  # its batch, rate and epochs are in ``settings``
     settings: tuple[Setting, ...]
     seeds: tuple[int, ...]
-    eval_every: int | None  # steps; at the end of each epoch anyway
-    save_every: int | None  # likewise
-    patience: int | None  # evaluations without a better one that end a run
+    eval_every: int | None  # steps; besides the end of each epoch
+    save_every: int | None  # steps; besides each evaluation
+    patience: int | None  # stop after so many evaluations without improvement
     predict: Path | None
     machine: Machine
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The options. Raises TrainerError with all that is wrong with them."""
+    """Parse and check the options. Raises a TrainerError that lists everything wrong with them."""
     given = _parser().parse_args(arguments)
     task = known(given.task)
     recipe = _recipe(given, task.recipe)
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     if given.text_columns:
         columns = Columns(tuple(given.text_columns.split(",")), given.label_column or "label")
     elif given.label_column:
-        raise TrainerError("--label-column is given alone: name the columns of the texts, too, by --text-columns")
+        raise TrainerError("--label-column is given alone: also name the columns of the texts with --text-columns")
     rates, batches, epochs = (
         given.rates or [recipe.rate],
         given.batches or [recipe.batch],
@@ -111,7 +111,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def problems(options: Options) -> list[str]:
-    """What cannot be, each with its remedy."""
+    """Everything wrong with the options, each with its fix."""
     found, recipe = [], options.recipe
     if recipe.length < 4:
         found.append(f"--max-length is {recipe.length}: must be 4 or more, for a pair of one token each")
@@ -151,12 +151,12 @@ def problems(options: Options) -> list[str]:
 
 
 def _alike(settings: Sequence[Setting]) -> Iterator[str]:
-    """Settings that share a folder, where the second would be taken for the first."""
+    """Settings that would share a folder, so that the second would be taken for the first."""
     first: dict[str, Setting] = {}
     for setting in settings:
         other = first.setdefault(setting.folder(seed=1), setting)
         if other is not setting:
-            yield f"--rates, --epochs: {other} and {setting} are alike in 6 digits and share a folder: leave one out"
+            yield f"--rates, --epochs: {other} and {setting} agree to 6 digits and would share a folder: drop one"
 
 
 def _from_zero(recipe: Recipe) -> dict[str, float]:
@@ -164,7 +164,7 @@ def _from_zero(recipe: Recipe) -> dict[str, float]:
 
 
 def _recipe(given: argparse.Namespace, recipe: Recipe) -> Recipe:
-    """The task's recipe, with what a user says otherwise."""
+    """The task's recipe with the user's changes."""
     said = {
         "length": given.max_length,
         "warmup": given.warmup,
@@ -176,7 +176,7 @@ def _recipe(given: argparse.Namespace, recipe: Recipe) -> Recipe:
 
 
 def _files(given: argparse.Namespace, task: Known) -> tuple[Path, Path, Path | None, tuple[Path, ...]]:
-    """Training, dev and test file, and others to score at the end: as given, or from the folder of data."""
+    """Training, dev and test file, and others to score at the end: as given, or found in the data folder."""
     folder, names = given.data, task.files
     train, dev = (_required(given, f"--{part}", getattr(names, part)) for part in ("train", "dev"))
     also = given.also or [folder / name for name in names.also if folder and (folder / name).is_file()]
@@ -186,9 +186,9 @@ def _files(given: argparse.Namespace, task: Known) -> tuple[Path, Path, Path | N
 def _required(given: argparse.Namespace, option: str, names: Sequence[str]) -> Path:
     path: Path | None = getattr(given, option.removeprefix("--")) or _first(given.data, names)
     if path is None:
-        place = f"{given.data} holds none of {', '.join(names)}" if given.data else "there is no --data folder"
+        place = f"{given.data} contains none of {', '.join(names)}" if given.data else "there is no --data folder"
         if given.data and not given.data.is_dir():
-            place = f"--data {given.data} is no folder"
+            place = f"--data {given.data} is not a folder"
         raise TrainerError(f"{option} is not given, and {place}")
     return path
 
@@ -200,62 +200,69 @@ def _first(folder: Path | None, names: Sequence[str]) -> Path | None:
 
 
 def _several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """``1,2,3`` as a list without repetitions."""
+    """Make a parser of comma-separated values, as ``1,2,3``; it drops repetitions."""
 
     def read(text: str) -> list[T]:
         return list(dict.fromkeys(kind(part) for part in text.split(",")))
 
-    read.__name__ = f"list of {kind.__name__}"  # argparse says it where one is wrong
+    read.__name__ = f"list of {kind.__name__}"  # argparse shows this name in its errors
     return read
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m trainer.finetune", description="Fine-tune a BERT on a task, and measure it as its authors do."
+        prog="python -m trainer.finetune",
+        description="Fine-tune a BERT on a task, and evaluate it as the task's authors do.",
     )
     add = parser.add_argument
     add("--task", required=True, help=f"one of {', '.join(sorted(TASKS))}")
-    add("--model", required=True, type=Path, help="a Hugging Face BERT's folder, or a run's or checkpoint's of Lambert")
-    add("--tokenizer", type=Path, help="its tokenizer's folder, where it does not lie beside the model")
-    add("--out", required=True, type=Path, help="the folder of results; the same command goes on in it")
+    add("--model", required=True, type=Path, help="folder of a Hugging Face BERT, or of a Lambert run or checkpoint")
+    add("--tokenizer", type=Path, help="folder of its tokenizer, if that is not next to the model")
+    add("--out", required=True, type=Path, help="output folder; running the same command again resumes in it")
     data = parser.add_argument_group("data")
     data.add_argument("--data", type=Path, help="a folder with the task's files under their published names")
     for name in ("train", "dev", "test"):
         data.add_argument(f"--{name}", type=Path, help=f"the {name} file: TSV, CSV or JSON lines")
     data.add_argument("--also", type=Path, action="append", help="another file to score at the end; repeatable")
     data.add_argument(
-        "--text-columns", metavar="A[,B]", help="the columns of the text, of the pair, or of context and choices"
+        "--text-columns", metavar="A[,B]", help="columns of the text, of the pair, or of the context and the choices"
     )
-    data.add_argument("--label-column", metavar="C", help="the column of the label, or the number")
-    data.add_argument("--no-label", action="append", default=[], metavar="VALUE", help="a label that means none, as -1")
+    data.add_argument("--label-column", metavar="C", help="column of the label, or of the number")
+    data.add_argument(
+        "--no-label", action="append", default=[], metavar="VALUE", help="a label value that means no label, as -1"
+    )
     data.add_argument("--regression", action="store_true", help="labels are numbers (task sentence)")
-    data.add_argument("--predict", type=Path, metavar="FILE", help="write predictions, .tsv or .jsonl, of test, or dev")
-    recipe = parser.add_argument_group("recipe; several values, parted by commas, make a sweep")
+    data.add_argument(
+        "--predict", type=Path, metavar="FILE", help="write predictions for test, else dev: .tsv or .jsonl"
+    )
+    recipe = parser.add_argument_group("recipe; several values, separated by commas, make a sweep")
     several = recipe.add_argument
-    several("--seeds", "--seed", type=_several(int), default=[1], metavar="N,…", help="a run of each (1)")
-    several("--rates", "--rate", type=_several(float), metavar="R,…", help="at the peak (2e-5; words, questions 5e-5)")
-    several("--batches", "--batch", type=_several(int), metavar="N,…", help="records of a step, all ranks (32)")
-    several("--epochs", type=_several(float), metavar="E,…", help="also parts of one (3)")
-    recipe.add_argument("--max-length", type=int, metavar="TOKENS", help="longer texts are cut (128; questions 384)")
-    recipe.add_argument("--warmup", type=float, metavar="SHARE", help="of the steps (0.1)")
+    several("--seeds", "--seed", type=_several(int), default=[1], metavar="N,…", help="one run for each (1)")
+    several(
+        "--rates", "--rate", type=_several(float), metavar="R,…", help="peak learning rate (2e-5; ner, squad: 5e-5)"
+    )
+    several("--batches", "--batch", type=_several(int), metavar="N,…", help="records per step, over all ranks (32)")
+    several("--epochs", type=_several(float), metavar="E,…", help="may be fractions (3)")
+    recipe.add_argument("--max-length", type=int, metavar="TOKENS", help="longer texts are truncated (128; squad: 384)")
+    recipe.add_argument("--warmup", type=float, metavar="SHARE", help="share of the steps (0.1)")
     recipe.add_argument("--weight-decay", type=float, help="0.01 by default")
-    recipe.add_argument("--clip", type=float, metavar="NORM", help="of the gradients; 0, the default, is off")
+    recipe.add_argument("--clip", type=float, metavar="NORM", help="gradient norm to clip to; 0, the default, is off")
     recipe.add_argument(
         "--head",
         choices=("linear", "mlp"),
         default="linear",
-        help="mlp: with a hidden layer, for which transformers has no class",
+        help="mlp: adds a hidden layer, for which transformers has no class",
     )
-    recipe.add_argument("--measure", help="the figure to be judged by, instead of the task's own")
+    recipe.add_argument("--measure", help="the metric that decides, instead of the task's own")
     run = parser.add_argument_group("the run")
-    run.add_argument("--eval-every", type=int, metavar="STEPS", help="on dev, besides each epoch's end")
-    run.add_argument("--save-every", type=int, metavar="STEPS", help="besides each evaluation")
-    run.add_argument("--patience", type=int, metavar="N", help="stop after N evaluations without a better one")
-    run.add_argument("--micro-batch", type=int, metavar="N", help="records of one forward on one rank, at most")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where there is one")
+    run.add_argument("--eval-every", type=int, metavar="STEPS", help="evaluate on dev, besides each epoch's end")
+    run.add_argument("--save-every", type=int, metavar="STEPS", help="save a checkpoint, besides each evaluation")
+    run.add_argument("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
+    run.add_argument("--micro-batch", type=int, metavar="N", help="at most N records in one forward on one rank")
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     run.add_argument("--precision", choices=("auto", "fp16", "bf16", "fp32"), default="auto", help="auto: fp16 on GPUs")
     run.add_argument("--kernels", choices=("auto", "triton", "torch"), default="auto", help="auto: Triton on GPUs")
     run.add_argument("--zero-stage", type=int, choices=(0, 1), default=1, help="1: the optimizer is sharded")
-    run.add_argument("--timeout", type=int, default=1800, metavar="SECONDS", help="that ranks wait for one another")
+    run.add_argument("--timeout", type=int, default=1800, metavar="SECONDS", help="how long ranks wait for each other")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     return parser

@@ -1,4 +1,4 @@
-"""Predictions as a file: a row for each record, as JSON lines or TSV."""
+"""Predictions as a file: one row per record, as JSON lines or TSV."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainer.finetune.formats import split_name
 
 
 def default_name(path: Path) -> str:
-    """The name of a file's predictions in the folder of results, if the user names none."""
+    """The name for a file's predictions in the output folder, if the user gives none."""
     return f"predictions-{split_name(path)[0].stem}.jsonl"
 
 
 def write_predictions(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows, whole or not at all; in TSV, what is no text or number stands as JSON."""
+    """Write the rows atomically; in TSV, anything that is neither text nor number is written as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False) for row in rows] if path.suffix == ".jsonl" else list(_tabs(rows))
     with replacing(path) as file:

@@ -1,4 +1,4 @@
-"""A sweep in a table and a picture: what each setting comes to over its seeds."""
+"""A sweep as a table and a picture: the results of each setting over its seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADINGS = ("rate", "batch", "epochs", "median", "spread", "best", "n", "diverg
 
 
 def table(rows: Sequence[Row], measure: str) -> str:
-    """The settings' figures on dev, best median first, in columns."""
+    """The settings' dev metrics as a text table, best median first."""
     cells: list[tuple[str, ...]] = [_HEADINGS]
     for row in sorted(rows, key=lambda row: -1e9 if row.median is None else row.median, reverse=True):
         setting = row.setting
@@ -24,29 +24,29 @@ def table(rows: Sequence[Row], measure: str) -> str:
         cells.append((f"{setting.rate:g}", str(setting.batch), f"{setting.epochs:g}", *values, *counts))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    told = "spread: standard deviation; constant: runs that say the same of everything"
+    told = "spread: standard deviation; constant: runs with the same answer for every input"
     return "\n".join([f"{measure} on dev, over seeds ({told})", *lines])
 
 
 def counted(path: Path, counts: Counts) -> str:
-    """A file's classes, and how often each stands there, in a line."""
+    """A file's classes and their counts, in one line."""
     parts = [f"{label} ({number:,.10g})" for label, number in counts.items()]
     more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
     return f"{path}: {', '.join(parts[:SHOWN])}{more}"
 
 
 def closing(tree: dict[str, Any]) -> str:
-    """What was chosen, and its figures, in lines."""
+    """The last lines of the output: the chosen run and its metrics."""
     chosen = tree["chosen"]
     setting = f"rate {chosen['rate']:g}, batch {chosen['batch']}, {chosen['epochs']:g} epochs, seed {chosen['seed']}"
-    odd = ", which says the same of everything: no run has learnt" if chosen["how"] == "degenerate" else ""
+    odd = ", which gives the same answer for every input: no run has learned" if chosen["how"] == "degenerate" else ""
     lines = [f"chosen: {setting}{odd}", f"  dev: {_figures(chosen['dev'])}"]
     lines += [f"  {path}: {_figures(figures)}" for path, figures in tree.get("also", {}).items()]
     return "\n".join(lines + ([f"  test: {_figures(tree['test'])}"] if "test" in tree else []))
 
 
 def draw(rows: Sequence[Row], title: str, measure: str, path: Path) -> None:
-    """A dot for each seed and a line for each median, a column for each setting; whole or not at all."""
+    """Draw a column per setting, with a dot per seed and a line at the median. Writes the file atomically."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

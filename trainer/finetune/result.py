@@ -1,4 +1,4 @@
-"""How a run ended, as a file of its folder; and what the runs of a setting come to."""
+"""The result of a run, as a file in its folder, and the summary of a setting's runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RESULT = "result.json"  # in a run's folder, once it has ended
 class Result:
     """How a run ended."""
 
-    how: str  # "done"; "degenerate": it says the same of everything; "diverged": it has no figures
+    how: str  # "done"; "degenerate": the same answer for every input; "diverged": it has no metrics
     seed: int
     setting: dict[str, float]
-    figures: dict[str, float]  # on dev, of the best evaluation
-    step: int  # of that
+    figures: dict[str, float]  # on dev, at the best evaluation
+    step: int  # of that evaluation
     steps: int  # taken
     seconds: float
     examples_per_second: float
@@ -36,19 +36,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """What the seeds of one setting come to, by the task's measure on dev. A run that diverged counts as the lowest."""
+    """One setting over its seeds, by the task's measure on dev. A run that diverged counts as the lowest."""
 
     setting: Setting
-    values: tuple[float | None, ...]  # of each seed; None: it diverged
-    median: float | None  # None: half of them or more diverged
+    values: tuple[float | None, ...]  # by seed; None: it diverged
+    median: float | None  # None: half or more diverged
     spread: float | None  # standard deviation over seeds with a value; None for fewer than two
     best: float | None
     diverged: int  # runs
-    constant: int  # runs that say the same of everything
+    constant: int  # runs with the same answer for every input
 
 
 def summarise(results: Sequence[Result], measure: str) -> list[Row]:
-    """A row for each setting, in the order of their first runs. Pure."""
+    """Summarise each setting in a row, in the order of their first runs. Pure."""
     rows = []
     for setting in dict.fromkeys(Setting(**result.setting) for result in results):  # type: ignore[arg-type]
         own = [result for result in results if result.setting == asdict(setting)]
@@ -69,26 +69,26 @@ def summarise(results: Sequence[Result], measure: str) -> list[Row]:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Plain data as a file, whole or not at all."""
+    """Write plain data as a JSON file, atomically."""
     with replacing(path) as file:
         file.write((json.dumps(tree, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What ``write_json`` wrote of a mapping. Raises TrainerError for anything else."""
+    """Read a mapping that ``write_json`` wrote. Raises TrainerError for anything else."""
     try:
         tree = parse_json(read_text(path))
     except ValueError as error:
         raise TrainerError(f"{path} is damaged ({error}): remove its folder, or name another --out") from None
     if not isinstance(tree, dict):
-        raise TrainerError(f"{path} is none of ours: remove it, or name another --out")
+        raise TrainerError(f"{path} was not written by this command: remove it, or name another --out")
     return tree
 
 
 def read_result(out: Path, setting: Setting, seed: int, world: World) -> Result | None:
-    """How a run ended, as rank 0 reads it, for all ranks; None for one that has not.
+    """The result of a run, read by rank 0 for all ranks; None if the run has not ended.
 
-    Raises TrainerError where its folder has another setting's result, whose numbers are alike in 6 digits.
+    Raises TrainerError if its folder has the result of another setting, whose numbers agree to 6 digits.
     """
     path = out / setting.folder(seed) / RESULT
 
@@ -97,7 +97,9 @@ def read_result(out: Path, setting: Setting, seed: int, world: World) -> Result 
             return ""
         tree = read_json(path)
         if tree.get("setting") != asdict(setting):
-            raise TrainerError(f"{path.parent} is another setting's, {tree.get('setting')}: name another --out")
+            raise TrainerError(
+                f"{path.parent} has the result of another setting, {tree.get('setting')}: name another --out"
+            )
         return json.dumps(tree)
 
     text = broadcast_text(together(read, world), world)

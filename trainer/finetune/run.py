@@ -1,4 +1,4 @@
-"""One fine-tuning: from a pre-trained encoder to the best of its evaluations, resumed wherever it was left."""
+"""One fine-tuning run, from a pre-trained encoder to its best evaluation; it resumes from its checkpoints."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from trainer.monitor.journal import say
 from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, broadcast_text, limit_waits, together
 
-WEIGHTS = "weights.safetensors"  # of its best evaluation, once it has ended
-BEST = "best"  # until then: the checkpoint of it
+WEIGHTS = "weights.safetensors"  # of the best evaluation, once the run has ended
+BEST = "best"  # until then: the checkpoint of the best evaluation
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,26 @@ class Job:
     options: Options
     task: Task
     model: ModelConfig
-    start: dict[str, Tensor]  # weights of the encoder, whole
+    start: dict[str, Tensor]  # the encoder's weights, unsharded
     tokenizer: Tokenizer
     training: Table
     dev: Part
     also: tuple[Part, ...]  # further files to score at the end
-    identity: dict[str, Any]  # of all that decides what is learnt, besides setting and seed
+    identity: dict[str, Any]  # everything that decides what is learned, apart from setting and seed
 
 
 @dataclass(frozen=True)
 class State:
-    """A run at a step's border: all that decides its future besides weights and moments."""
+    """A run at a step boundary: everything that decides its future, apart from weights and moments."""
 
     attempts: int = 0  # steps tried; keys the dropout
     step: int = 0  # taken; the schedule counts these
-    position: int = 0  # units read: the next one's number
-    best: float = -math.inf  # of the task's measure
-    best_at: int = -1  # attempts, as checkpoints are numbered
+    position: int = 0  # units read, which is the number of the next one
+    best: float = -math.inf  # the task's measure at the best evaluation
+    best_at: int = -1  # attempts at that evaluation, as checkpoints are numbered
     worse: int = 0  # evaluations since the best one
     evaluations: tuple[dict[str, Any], ...] = ()
-    seconds: float = 0.0  # of steps, over restarts
+    seconds: float = 0.0  # spent in steps, over restarts
     first_loss: float | None = None  # of the first step
 
 
@@ -79,9 +79,9 @@ class Run:
         self.job, self.setting, self.seed, self.world, self.stop = job, setting, seed, world, stop
         self.folder = options.out / setting.folder(seed)
         alone = len(options.settings) * len(options.seeds) == 1
-        self.name = options.task if alone else self.folder.name  # in its lines
+        self.name = options.task if alone else self.folder.name  # shown in log lines
         self.epoch = len(job.training)
-        self.total = max(1, round(setting.epochs * self.epoch))  # units that it reads
+        self.total = max(1, round(setting.epochs * self.epoch))  # units to read
         self.cut = cut_of(setting.batch, options.machine.micro_batch, world.rank, world.size)
         self.order = Order((self.epoch,), seed, 1)
         steps = max(1, -(-self.total // setting.batch))
@@ -101,15 +101,15 @@ class Run:
         adam = OptimizerConfig("adam", weight_decay=recipe.weight_decay, gradient_clipping=recipe.clipping)
         self.engine = Engine(machine, module, adam, world, seed)
         limit_waits(options.machine.timeout)
-        often = CheckpointConfig(every_steps=1, keep=2)  # the newest, and the best if it is the one before
+        often = CheckpointConfig(every_steps=1, keep=2)  # the newest, and the one before it, which may be the best
         self.saver = Saver(self.folder, often, self.engine.optimizer, world)
-        self.saved = -1  # the attempts of the newest checkpoint
+        self.saved = -1  # attempts at the newest checkpoint
         self.meter = Meter(self.name, self.folder, self.phase.steps, self.epoch, world)
 
-    # ---- the whole of it ---------------------------------------------------------------------------------------
+    # ---- the whole run -----------------------------------------------------------------------------------------
 
     def run(self) -> Result | None:
-        """Train to the end. None if it was asked to stop: it has saved, and the same command goes on."""
+        """Train to the end. None if asked to stop: the run has saved, and the same command resumes it."""
         state = self.restore()
         self.meter.start(state.attempts, state.first_loss)
         try:
@@ -127,7 +127,7 @@ class Run:
         return self._end(state)
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the parameters: they keep all of it alive, out of reach of Python's collector."""
+        """Remove DeepSpeed's hooks from the parameters: they keep it all alive, out of reach of Python's collector."""
         self.engine.close()
 
     def _over(self, state: State) -> bool:
@@ -155,13 +155,13 @@ class Run:
         return self._border(after, ended=after.position // self.epoch > state.position // self.epoch)
 
     def _require_finite(self, result: StepResult) -> None:
-        """Raise NotFiniteError, on all ranks, where no loss scale helps; elsewhere the engine has done so."""
+        """Raise NotFiniteError, on all ranks, if the loss scale cannot go lower; the engine covers other cases."""
         scale = self.engine.loss_scale
         if not result.applied and scale.scale <= scale.floor:
             raise NotFiniteError(f"gradients overflow at a loss scale of {scale.scale:g}: lower the learning rate")
 
     def _border(self, state: State, ended: bool) -> State:
-        """Evaluate and save, when it is their turn. ``ended``: an epoch did."""
+        """Evaluate and save at a step boundary, if due. ``ended``: an epoch just ended."""
         options = self.job.options
         every, often = options.eval_every, options.save_every
         evaluates = ended or state.position >= self.total or (every is not None and state.attempts % every == 0)
@@ -192,7 +192,7 @@ class Run:
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def restore(self) -> State:
-        """The newest checkpoint's state, with weights and moments loaded; or a fresh one."""
+        """Load the newest checkpoint and return its state; without one, start afresh."""
         damaged: dict[str, str] = {}  # name: why
         told: set[str] = set()
         while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
@@ -207,14 +207,14 @@ class Run:
                 self.saved = state.attempts
                 return state
             damaged[name] = failure
-            if self.world.is_main:  # the same file under another name
+            if self.world.is_main:  # a second name for the same files
                 shutil.rmtree(self.folder / BEST / name, ignore_errors=True)
         fill_masters(self.engine.partition, self.job.start)
         self.engine.refresh_weights()
         return State()
 
     def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
-        """The name of the checkpoint to go on from, empty for a fresh start; rank 0 tells each reason once."""
+        """The name of the checkpoint to resume from, empty for a fresh start; rank 0 reports each reason once."""
         if not self.world.is_main:
             return ""
         found, passed = checkpoint.newest(self.folder, damaged)
@@ -223,17 +223,17 @@ class Run:
                 self._say(f"passed over: {reason}")
         told.update(passed)
         if found is None and passed:
-            raise TrainerError(f"no whole checkpoint in {self.folder}: remove the folder to start this run anew")
+            raise TrainerError(f"no whole checkpoint in {self.folder}: remove the folder to start this run again")
         return found.folder.name if found is not None else ""
 
     def _load(self, folder: Path) -> tuple[State, Changes]:
-        """The state of a checkpoint, whose weights and moments are loaded, and what changed since."""
+        """Load a checkpoint's weights and moments; return its state and what changed since."""
         found = checkpoint.read(folder)
         record = found.record
         if record["identity"] != self._identity():
             foreign = spelled(differing(record["identity"], self._identity()))
             raise TrainerError(
-                f"checkpoint {folder} is of another run ({foreign}): restore that, or name another --out"
+                f"checkpoint {folder} belongs to another run ({foreign}): undo that change, or name another --out"
             )
         checkpoint.restore(found, self.engine.optimizer)
         if record["precision"] == self.engine.precision:
@@ -268,11 +268,11 @@ class Run:
             if saved.leftover:
                 self._say(f"warning: left behind: {saved.leftover}")
             if saved.failure:
-                self._say(f"step {saved.step} could not be saved ({saved.failure}): mend that; the run goes on")
+                self._say(f"step {saved.step} could not be saved ({saved.failure}): fix the cause; the run continues")
             self._keep_best(best_at)
 
     def _keep_best(self, step: int) -> None:
-        """Give the best evaluation's checkpoint a second name, under which it is not removed."""
+        """Give the best evaluation's checkpoint a second name, so that it is not pruned."""
 
         def keep() -> None:
             source, kept = self.folder / f"step-{step:08d}", self.folder / BEST
@@ -289,14 +289,14 @@ class Run:
         together(keep, self.world)
 
     def _finish(self, state: State) -> None:
-        """See the last save through. Raises TrainerError on all ranks where it failed."""
+        """Wait for the last save. Raises TrainerError on all ranks if it failed."""
         self._saved(self.saver.finish(), state.best_at)
         last = self.saver.last
         if last is not None and last.failure:
             raise PassingError(f"step {last.step} could not be saved: {last.failure}" if self.world.is_main else "")
 
     def _config(self) -> dict[str, Any]:
-        """What a run that goes on may change, beside its model."""
+        """Settings that may change on resume; a change is reported."""
         machine = asdict(self.job.options.machine)
         changing = {name: machine[name] for name in ("zero_stage", "kernels", "micro_batch")}
         return {"model": asdict(self.job.model), **changing, "save_every": self.job.options.save_every}
@@ -307,11 +307,11 @@ class Run:
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def _end(self, state: State, reason: str = "") -> Result:
-        """Leave the result and the best weights, and nothing else that is large."""
+        """Write the result and the best weights, and remove everything else that is large."""
         best = next((e for e in state.evaluations if e["step"] == state.best_at), None)
         how = "diverged" if reason else "done"
         if best and not reason and best["constant"]:
-            how, reason = "degenerate", "it says the same of everything"
+            how, reason = "degenerate", "it gives the same answer for every input"
         result = Result(
             how=how,
             seed=self.seed,
@@ -334,8 +334,8 @@ class Run:
             found = checkpoint.find(self.folder / BEST)
             if found.record["state"]["attempts"] != result.step:
                 raise TrainerError(
-                    f"the checkpoint of step {result.step}, the best evaluation, could not be saved: mend what was "
-                    f"said of it, remove {self.folder}, and start again"
+                    f"the checkpoint of step {result.step}, the best evaluation, could not be saved: fix the cause "
+                    f"reported above, remove {self.folder}, and start again"
                 )
             tensors, tokenizer = checkpoint.load_weights(found), self.job.tokenizer.sha256()
             plain_weights.write(tensors, self.job.model, self.folder / WEIGHTS, tokenizer)
@@ -350,7 +350,7 @@ class Run:
 
 
 def _link(source: str, target: str) -> None:
-    """The same file under a second name, where the file system has such; else a copy."""
+    """Hard-link a file under a second name; copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

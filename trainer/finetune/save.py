@@ -1,6 +1,6 @@
-"""The fine-tuned model as a folder: a Hugging Face model of the task's own class, proven to be the trained one.
+"""Writes the fine-tuned model as a Hugging Face model of the task's own class, compared with the trained one.
 
-A head with a hidden layer has no class in transformers; its folder holds Lambert's own names.
+A head with a hidden layer has no class in transformers; its weights keep Lambert's own names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer.finetune.task import Task, TaskBatch, TaskModel
 from trainer.model.batch import Rows
 from trainer.model.bert import Bert, ModelConfig
 
-HEADS = {  # transformers' classes, and the name that each has for its head
+HEADS = {  # transformers' classes, and what each calls its head
     "BertForSequenceClassification": "classifier",
     "BertForTokenClassification": "classifier",
     "BertForMultipleChoice": "classifier",
@@ -51,11 +51,11 @@ def write_model(
     tell: Callable[[str], None],
     card: str = "",
 ) -> None:
-    """Write the folder, whole or not at all, in place of an older one; ``tell`` is told what it was proven to be.
+    """Write the folder atomically, replacing an older one; ``tell`` receives what was verified.
 
-    ``card``: its README.md.
+    ``card``: the text of README.md.
 
-    Raises TrainerError where transformers does not find every name, or gives other answers.
+    Raises TrainerError if transformers does not find every name, or gives different answers.
     """
     exports = task.export_class in HEADS and not task.hidden_head
     tensors = to_transformers(weights, model, task) if exports else weights
@@ -64,7 +64,7 @@ def write_model(
     with becoming(out) as draft:
         file = draft / ("model.safetensors" if exports else "weights.safetensors")
         save_file(tensors, file, metadata=known if exports else known | {"model": json.dumps(asdict(model))})
-        file.chmod(0o644)  # safetensors leaves it to its owner alone
+        file.chmod(0o644)  # safetensors makes it readable for its owner only
         tokenizer.save(draft)
         if card:
             (draft / "README.md").write_text(card, encoding="utf-8")
@@ -74,7 +74,7 @@ def write_model(
             (draft / "config.json").write_text(written + "\n", "utf-8")
             said = f"{out}: {task.export_class}, {prove(draft, weights, model, task, tokenizer)}"
         else:
-            said = f"{out}: transformers has no class for this head: weights under Lambert's own names"
+            said = f"{out}: transformers has no class for this head: the weights keep Lambert's own names"
         older = move_aside(out)
     if older is not None and (reason := remove(older)):
         tell(f"warning: left behind: {reason}")
@@ -82,7 +82,7 @@ def write_model(
 
 
 def to_transformers(weights: dict[str, Tensor], model: ModelConfig, task: Task) -> dict[str, Tensor]:
-    """The weights of a ``TaskModel`` under the names of the task's class."""
+    """Rename the weights of a ``TaskModel`` as the task's transformers class has them."""
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Bert(model).state_dict().items()}
     whole = {name: weights[name] if name in weights else torch.zeros(shape) for name, shape in shapes.items()}
@@ -93,7 +93,7 @@ def to_transformers(weights: dict[str, Tensor], model: ModelConfig, task: Task) 
 
 
 def config(model: ModelConfig, task: Task, pad: int) -> dict[str, Any]:
-    """config.json of the exported folder; ``pad``: the id of [PAD]."""
+    """The contents of config.json in the exported folder; ``pad``: the id of [PAD]."""
     tree = {name: value for name, value in config_of(model, pad).items() if name != "tie_word_embeddings"}
     tree["architectures"] = [task.export_class]
     labels = task.labels or tuple(f"LABEL_{number}" for number in range(task.outputs))
@@ -112,13 +112,13 @@ def config(model: ModelConfig, task: Task, pad: int) -> dict[str, Any]:
 
 
 def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Task, tokenizer: Tokenizer) -> str:
-    """Compare transformers' answers with ours on random texts, in fp32, and say the largest difference in words.
+    """Compare transformers' answers with ours on random texts, in fp32, and describe the largest difference.
 
-    Raises TrainerError for a name that is missing or foreign, a setting or a token that transformers takes for
-    another, and for answers that differ by more than TOLERANCE.
+    Raises TrainerError for a missing or unknown name, a setting or token that transformers reads differently, and
+    answers that differ by more than TOLERANCE.
     """
     if importlib.util.find_spec("transformers") is None:
-        return "not proven: transformers is not installed here"
+        return "not verified: transformers is not installed here"
     theirs = load_transformers(folder, task.export_class)
     facts = config_facts(folder, theirs, task.export_class, model, tokenizer.specials.pad)
     require_equal(folder / "config.json", facts | _facts(theirs, model, task))
@@ -132,7 +132,7 @@ def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Ta
         with torch.no_grad():
             a, b = ours.answers(batch), _padded(theirs, batch, task)
         worst = max(worst, float((a - b).abs().max() / b.abs().max()))
-    if not worst <= TOLERANCE:  # so written, NaN fails
+    if not worst <= TOLERANCE:  # written this way, NaN fails too
         raise TrainerError(
             f"{folder}: transformers' answers differ by {worst:.1e} of the largest; {TOLERANCE} is allowed"
         )
@@ -140,7 +140,7 @@ def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Ta
 
 
 def _facts(theirs: Any, model: ModelConfig, task: Task) -> Facts:
-    """What the task adds to config.json."""
+    """The settings that the task adds to config.json, as read and as expected."""
     facts: Facts = {}
     if task.export_class != "BertForQuestionAnswering":
         names = task.labels or tuple(f"LABEL_{number}" for number in range(task.outputs))
@@ -154,19 +154,19 @@ def _facts(theirs: Any, model: ModelConfig, task: Task) -> Facts:
 
 
 def _batch(rows: Rows) -> TaskBatch:
-    """Random texts, of which every token is asked."""
+    """A batch of random texts in which the head reads every token."""
     tensors = {name: getattr(rows, name) for name in Rows.__dataclass_fields__}
     return TaskBatch(**tensors, places=torch.arange(len(rows.tokens)), targets=torch.zeros(0))
 
 
 def _padded(theirs: Any, batch: TaskBatch, task: Task) -> Tensor:
-    """A transformers model on the padded batch: what ``TaskModel.answers`` gives."""
+    """Run a transformers model on the padded batch; the rows are those of ``TaskModel.answers``."""
     present = torch.arange(batch.max_seqlen) < batch.cu_seqlens.diff()[:, None]  # (B, S)
     tokens = torch.zeros(present.shape, dtype=torch.int64).masked_scatter(present, batch.tokens)
     segments = torch.zeros_like(tokens).masked_scatter(present, batch.segments)
     inputs = {"input_ids": tokens, "attention_mask": present.long(), "token_type_ids": segments}
     if task.export_class == "BertForMultipleChoice":
-        inputs = {name: tensor[:, None] for name, tensor in inputs.items()}  # (B, 1, S): each a choice by itself
+        inputs = {name: tensor[:, None] for name, tensor in inputs.items()}  # (B, 1, S): each a record with one choice
     out = theirs(**inputs)
     if task.export_class == "BertForQuestionAnswering":
         return torch.stack([out.start_logits[present], out.end_logits[present]], 1)  # (T, 2)

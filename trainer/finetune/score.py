@@ -1,4 +1,4 @@
-"""How good a model is on a file: each record once, whatever the number of ranks, and the same figures for all."""
+"""Evaluates a model on a file: each record once, with the same metrics for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer.finetune.data import Part, Rows, Table
 from trainer.finetune.task import Task, TaskModel
 from trainer.ranks.world import World, broadcast_text, together
 
-AT_ONCE = 32  # units of one forward: the same cut for any number of ranks, so the same figures
+AT_ONCE = 32  # units in one forward: the same split, and so the same metrics, for any number of ranks
 Answers = list[NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A file's figures. ``constant``: the model says the same of everything, as a run that failed does."""
+    """Metrics on a file. ``constant``: the model gives the same answer for every input, as a failed run does."""
 
     figures: dict[str, float]
     constant: bool
@@ -30,7 +30,7 @@ class Judged:
 
 @torch.no_grad()
 def answer(model: TaskModel, table: Table, world: World) -> Answers:
-    """The head's answers to each unit, in order; all ranks call it, each computes its share, and all have all."""
+    """The head's answers to each unit, in order. All ranks call this: each computes a share and receives all."""
     training = model.training
     model.eval()
     order = np.argsort(-table.lengths, kind="stable")
@@ -44,13 +44,13 @@ def answer(model: TaskModel, table: Table, world: World) -> Answers:
 
 
 def judge(answers: Answers, part: Part, task: Task, world: World) -> Judged:
-    """The figures of a file with answers, computed by rank 0, on every rank. Raises TrainerError as the task does."""
+    """Score a file on rank 0, and return its metrics on every rank. Raises TrainerError as the task does."""
 
     def score() -> str:
         if not world.is_main:
             return ""
         figures = {
-            name: value if math.isfinite(value) else 0.0  # a correlation with what does not vary
+            name: value if math.isfinite(value) else 0.0  # NaN: a correlation with constant values
             for name, value in task.score(part.records, part.units, answers).items()
         }
         return json.dumps({"figures": figures, "constant": is_constant(answers, part.table, task)})
@@ -60,7 +60,7 @@ def judge(answers: Answers, part: Part, task: Task, world: World) -> Judged:
 
 
 def is_constant(answers: Answers, table: Table, task: Task) -> bool:
-    """Whether a model says the same class, or the same number but for rounding, of everything that is not alike."""
+    """Whether a model gives the same class, or the same number up to rounding, though the targets differ."""
     if len(np.unique(table.targets)) < 2:
         return False
     rows = np.concatenate(answers)
@@ -70,7 +70,7 @@ def is_constant(answers: Answers, table: Table, task: Task) -> bool:
 
 
 def _gather(own: torch.Tensor, groups: Sequence[Rows], table: Table, task: Task, world: World) -> Answers:
-    """All ranks' answers, by unit."""
+    """Collect all ranks' answers, by unit."""
     shares = [groups[rank :: world.size] for rank in range(world.size)]
     sizes = [sum(int(table.answers[rows].sum()) for rows in share) * task.outputs for share in shares]
     padded = own.new_zeros(max(sizes))

@@ -1,8 +1,8 @@
-"""SQuAD's own figures, as the official script for 2.0 defines them: exact match and F1 of an answer's words.
+"""SQuAD's own metrics, as the official script for 2.0 defines them: exact match, and F1 over an answer's words.
 
-Both compare texts without case, punctuation, articles and superfluous white space, and take the best of a question's
-gold answers. A question without any is answered by nothing, "", alone: both figures are then 1, and otherwise 0. For
-SQuAD 1.1 the official script agrees, except that there a gold answer of articles and punctuation alone has F1 0.
+Both ignore case, punctuation, articles and extra white space, and take the best match among a question's gold answers.
+If there are none, only the empty answer "" is right: both metrics are then 1, otherwise 0. For SQuAD 1.1 the official
+script agrees, except that it gives F1 0 for a gold answer that has only articles and punctuation.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Golds = Sequence[str]  # the answers that are right for one question; empty where it has none
+Golds = Sequence[str]  # the right answers to one question; empty if it has none
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's, as the official script has it
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII's, as in the official script
 
 
 def normalise(text: str) -> str:
-    """The text as answers are compared."""
+    """Normalise a text for comparing answers."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_WITHOUT_PUNCTUATION)).split())
 
 
@@ -36,7 +36,7 @@ def f1(said: str, golds: Golds) -> float:
 
 
 def squad_figures(said: Sequence[str], golds: Sequence[Golds]) -> dict[str, float]:
-    """Means over the questions; where some have no answer, over those with one and those without, too."""
+    """Means over the questions; if some have no answer, also over those with one and those without."""
     exact = np.array([exact_match(text, right) for text, right in zip(said, golds, strict=True)])
     words = np.array([f1(text, right) for text, right in zip(said, golds, strict=True)])
     answered = np.array([bool(right) for right in golds])
@@ -48,9 +48,9 @@ def squad_figures(said: Sequence[str], golds: Sequence[Golds]) -> dict[str, floa
 
 
 def best_thresholds(said: Sequence[str], margins: Sequence[float], golds: Sequence[Golds]) -> dict[str, float]:
-    """The best figures that any threshold reaches on these very questions, and the lowest such threshold of each.
+    """The best metrics that any threshold reaches on these same questions, and the lowest threshold that reaches each.
 
-    A question is left without an answer where its margin is above the threshold: by how much "no answer" beat ``said``.
+    A question is left unanswered if its margin, by which "no answer" beat ``said``, is above the threshold.
     """
     found: dict[str, float] = {}
     for name, figure in (("f1", f1), ("exact_match", exact_match)):
@@ -58,10 +58,10 @@ def best_thresholds(said: Sequence[str], margins: Sequence[float], golds: Sequen
         gains = np.array([figure(text, right) for text, right in zip(said, golds, strict=True)]) - nothing
         order = np.argsort(margins, kind="stable")
         at = np.asarray(margins, np.float64)[order]
-        sums = nothing.sum() + np.cumsum(gains[order])  # if all up to there are answered
+        sums = nothing.sum() + np.cumsum(gains[order])  # if all questions up to there are answered
         last = np.flatnonzero(
             np.append(at[1:] > at[:-1], True)
-        )  # of those with equal margins: the threshold has them all
+        )  # the last of equal margins: one threshold applies to all of them
         reached = np.append(nothing.sum(), sums[last])
         thresholds = np.append(np.floor(at[0]) - 1, at[last])
         best = int(reached.argmax())

@@ -1,4 +1,4 @@
-"""What a fine-tuning starts from: a pre-trained encoder, from wherever it is, and its tokenizer."""
+"""Reads the pre-trained encoder and the tokenizer that fine-tuning starts from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POOLER = "pooler_"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """An encoder's weights by Lambert's names, whole, with its shape, its tokenizer, and what tells it from others."""
+    """An encoder's complete weights under Lambert's names, with its configuration, tokenizer and hash."""
 
     weights: dict[str, Tensor]
     model: ModelConfig
@@ -32,21 +32,23 @@ class Pretrained:
 
 
 def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], None]) -> Pretrained:
-    """The model of a Hugging Face folder, a run's folder, a checkpoint or a file of plain weights.
+    """Read the model of a Hugging Face folder, a run's folder, a checkpoint or a file of plain weights.
 
-    Its tokenizer lies in the same folder, or beside a run's checkpoints, unless it is given. ``tell`` is told what is
-    not used, and of a tokenizer that is smaller than the model. Raises TrainerError where anything of it is missing.
+    Unless it is given, its tokenizer is in the same folder, or next to a run's checkpoints. ``tell`` receives what is
+    not used, and a warning if the tokenizer is smaller than the model. Raises TrainerError if anything is missing.
     """
     told: list[str] = []
     given = read(path, told.append)
     for line in told:
-        if "not used" in line or line.startswith("warning:"):  # heads that it lacks are none of the task's
+        if "not used" in line or line.startswith("warning:"):  # the task needs none of the heads that are missing
             tell(line)
     if given.model is None:
-        raise TrainerError(f"{path} does not say which model its weights are of: name the folder that they come from")
+        raise TrainerError(
+            f"{path} does not say which model its weights belong to: name the folder that they come from"
+        )
     folder = tokenizer or given.tokenizer
     if folder is None:
-        raise TrainerError(f"{path} has no tokenizer beside it: name its folder by --tokenizer")
+        raise TrainerError(f"{path} has no tokenizer next to it: name its folder with --tokenizer")
     known = given.sha256
     if known is None and given.tokenizer not in (None, folder):
         known = load_trained(given.tokenizer, None, path).sha256()
@@ -56,25 +58,27 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], No
 
 
 def choose(given: Pretrained, task: Task, tell: Callable[[str], None]) -> dict[str, Tensor]:
-    """The weights that the task's model takes: the whole encoder, and the pooler where the head reads through it.
+    """The weights that the task's model needs: the whole encoder, and the pooler if the head reads through it.
 
-    The head, and a pooler that is not there, stay as the seed draws them. Raises TrainerError where the encoder is
-    not whole.
+    The head, and a missing pooler, keep the values drawn from the seed. Raises TrainerError if the encoder is
+    incomplete.
     """
     with torch.device("meta"):
         model = TaskModel(given.model, task, 0)
     own = {name: tensor.shape for name, tensor in model.named_parameters() if not name.startswith("head_")}
     lacking = [name for name in own if name not in given.weights]
     if lacking and not all(name.startswith(_POOLER) for name in lacking):
-        raise TrainerError(f"--model lacks {len(lacking)} tensors of the encoder, {lacking[0]} first: it is not whole")
+        raise TrainerError(
+            f"--model lacks {len(lacking)} tensors of the encoder, {lacking[0]} first: the model is incomplete"
+        )
     for name, shape in own.items():
         if name in given.weights and given.weights[name].shape != shape:
             seen = tuple(given.weights[name].shape)
             raise TrainerError(f"--model has {name} of {seen}, its configuration says {tuple(shape)}: is it damaged?")
     if lacking:
-        tell("the model has no pooler: it is drawn from the seed, as the head is")
+        tell("the model has no pooler: it is drawn from the seed, like the head")
     if unused := sorted({_head(name) for name in given.weights if name not in own}):
-        tell(f"of the model, not used: {', '.join(unused)}")
+        tell(f"not used from the model: {', '.join(unused)}")
     return {name: given.weights[name] for name in own if name in given.weights}
 
 
@@ -84,7 +88,7 @@ def _head(name: str) -> str:
 
 
 def _sha256(path: Path, tokenizer: Tokenizer) -> str:
-    """Of what decides a run's numbers: the weights' own file, or a checkpoint's list of parts, and the vocabulary."""
+    """Hash what decides a run's numbers: the weights' file, or a checkpoint's list of parts, and the vocabulary."""
     names = ("model.safetensors", "pytorch_model.bin", "config.json", "weights.safetensors")
     files = [path / name for name in names if (path / name).is_file()]
     if path.is_file():

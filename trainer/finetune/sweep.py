@@ -1,4 +1,4 @@
-"""All runs of a command: every setting with every seed, what they come to, and the one that is chosen."""
+"""All runs of a command: every setting with every seed, their results, and the run that is chosen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
-    """All runs, but for those that have ended already. None if it was asked to stop, and has saved."""
+    """Do all runs that have not ended yet. None if asked to stop; the current run has then saved."""
     options = job.options
     require_shared(options.out, world)
     tell = say if world.is_main else _silent
@@ -47,8 +47,8 @@ def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
             place = f"run {len(results) + len(own) + 1} of {count}, {name}"
             result = read_result(options.out, setting, seed, world)
             if result is not None:
-                tell(f"{place}: it has ended already: {result.how}")
-            elif stop.agreed(0):  # a run may be too short to look by itself
+                tell(f"{place}: already finished: {result.how}")
+            elif stop.agreed(0):  # a run may be too short to check on its own
                 return None
             else:
                 tell(place)
@@ -62,7 +62,7 @@ def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
 
 
 def _one(job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> Result | None:
-    """One run, and its memory given back. None if it was asked to stop."""
+    """Do one run, then free its memory. None if asked to stop."""
     run = Run(job, setting, seed, world, stop)
     result = run.run()
     run.close()
@@ -72,17 +72,17 @@ def _one(job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> Res
 
 
 def choose(rows: Sequence[Row], results: Sequence[Result], measure: str) -> Result:
-    """The best run of the setting with the best median on dev. Raises TrainerError where nothing has one."""
+    """The best run of the setting with the best median on dev. Raises TrainerError if no setting has a median."""
     known = [row for row in rows if row.median is not None]
     if not known:
-        raise TrainerError("no setting has a median: half of its runs or more diverged; lower the rates")
+        raise TrainerError("no setting has a median: at least half of the runs of each diverged; lower the rates")
     chosen = max(known, key=lambda row: row.median if row.median is not None else 0.0)
     own = [r for r in results if r.setting == asdict(chosen.setting) and r.how != "diverged"]
     return max(own, key=lambda result: result.figures[measure])
 
 
 def conclude(job: Job, results: list[Result], test: Part | None, world: World) -> dict[str, Any]:
-    """Score the chosen run on what else there is, once; write its model, the predictions and all results."""
+    """Score the chosen run once on the other files; write its model, the predictions and all results."""
     options, measure = job.options, job.task.measure
     rows = summarise(results, measure)
     tree: dict[str, Any] = {
@@ -93,8 +93,8 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
         "classes": _classes(job, test),
     }
     path = options.out / RESULTS
-    together(lambda: write_json(path, tree) if world.is_main else None, world)  # also if none can be chosen
-    best = together(partial(choose, rows, results, measure), world)  # so that one rank says what fails
+    together(lambda: write_json(path, tree) if world.is_main else None, world)  # even if none can be chosen
+    best = together(partial(choose, rows, results, measure), world)  # so that only one rank reports a failure
     folder = options.out / Setting(**best.setting).folder(best.seed)  # type: ignore[arg-type]
     weights = together(partial(_weights, folder), world)
     model = TaskModel(job.model, job.task, best.seed)
@@ -110,7 +110,7 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
         if options.predict is not None:
             part, answers = answered
             write_predictions(options.predict, job.task.predictions(part.records, part.units, answers))
-            say(f"{options.predict}: predictions of {part.path}")
+            say(f"{options.predict}: predictions for {part.path}")
             tree["predictions"] = str(options.predict)
         write_json(path, tree)
 
@@ -119,18 +119,18 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    """Of a run that has ended. Raises TrainerError where an earlier command found a better seed, and kept its alone."""
+    """The weights of a run that has ended. Raises TrainerError if an earlier command kept only a better seed's."""
     path = folder / WEIGHTS
     if not path.is_file():
         raise TrainerError(
-            f"{folder} has no weights any more, since another seed of its setting did better: name that in --seeds, "
-            "too, or another --out"
+            f"{folder} has no weights any more, since another seed of its setting did better: add that seed to "
+            "--seeds, or name another --out"
         )
     return read(path, say).tensors
 
 
 def _score(job: Job, model: TaskModel, test: Part | None, world: World) -> tuple[dict[str, Any], tuple[Part, Answers]]:
-    """Figures of the further files, and the answers that are to be written: of test where there is one, else of dev."""
+    """The metrics of the other files, and the answers to write: those for test if there is one, else for dev."""
     options = job.options
     scores: dict[str, Any] = {}
     for part in job.also:
@@ -146,12 +146,12 @@ def _score(job: Job, model: TaskModel, test: Part | None, world: World) -> tuple
 
 
 def require_same(job: Job) -> None:
-    """The folder of results must be new, or of the same task, data and model, all but the settings and seeds."""
+    """Require an output folder that is new or has the same task, data and model; settings and seeds may differ."""
     out, path = job.options.out, job.options.out / SETTINGS
     out.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         if held := [name for name in (MODEL, RESULTS, PICTURE) if (out / name).exists()]:
-            raise TrainerError(f"{out} holds {held[0]}, which is not a fine-tuning's: name another --out")
+            raise TrainerError(f"{out} contains {held[0]}, which fine-tuning did not write: name another --out")
         write_json(path, job.identity | {"classes": _classes(job, None)})
     then = read_json(path)
     if different := [key for key, value in job.identity.items() if then.get(key) != value]:
@@ -166,21 +166,21 @@ def require_same(job: Job) -> None:
 
 
 def _classes(job: Job, test: Part | None) -> dict[str, Counts]:
-    """How often each class stands in each file."""
+    """Class counts of each file."""
     parts = [job.dev, *job.also, *([] if test is None else [test])]
     return {str(job.options.wish.train): job.training.classes} | {str(p.path): p.table.classes for p in parts}
 
 
 def _require_ours(predict: Path, results: Path) -> None:
-    """Predictions take no other file's place, which whoever waits for them should not learn in the end."""
+    """Refuse, before any training, to overwrite a file that is not an earlier run's predictions."""
     ours = results.is_file() and read_json(results).get("predictions") == str(predict)
     if predict.exists() and not ours:
-        raise TrainerError(f"--predict {predict} is there already: name another file")
+        raise TrainerError(f"--predict {predict} already exists: name another file")
     predict.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _keep_best(job: Job, own: list[Result]) -> None:
-    """Remove the weights of the setting's runs that cannot be chosen any more."""
+    """Remove the weights of the setting's runs that can no longer be chosen."""
     known = [result for result in own if result.figures]
     best = max(known, key=lambda result: result.figures[job.task.measure], default=None)
     for result in own:
@@ -190,14 +190,14 @@ def _keep_best(job: Job, own: list[Result]) -> None:
 
 
 def _let_go() -> None:
-    """Free what a run's engine held: its hooks make circles."""
+    """Free what a run's engine held: its hooks form reference cycles."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _device(world: World) -> str:
-    """What it runs on, by name."""
+    """The name of the device that it runs on."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPUs"
 
 
@@ -206,4 +206,4 @@ def _nothing() -> None:
 
 
 def _silent(text: str) -> None:
-    """Rank 0 says it."""
+    """Say nothing: rank 0 reports it."""

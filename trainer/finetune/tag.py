@@ -1,10 +1,10 @@
-"""Token tagging, as of named entities: a label for each word of a sentence, asked of the word's first piece.
+"""Token tagging, as for named entities: a label for each word of a sentence, predicted from the word's first piece.
 
-Two formats are read. CoNLL-2003's own: a line a word, its columns parted by blanks, the word first and its tag last, an
-empty line between sentences, ``-DOCSTART-`` between documents; lines of one column are words without tags. And JSON
-lines: {"tokens": ["EU", …], "ner_tags": ["B-ORG", …]}, without ner_tags if nobody knows them. Tags are O, B-TYPE and
-I-TYPE. Where a file has them as published in 2003 (IOB1: B- only where an entity follows another of its type), they are
-brought to BIO, where each entity begins with B-, and that is told.
+Two formats are read. CoNLL-2003's own has one word per line, in columns separated by blanks, the word first and its tag
+last; an empty line separates sentences, ``-DOCSTART-`` documents; lines of one column are words without tags. JSON
+lines look like {"tokens": ["EU", …], "ner_tags": ["B-ORG", …]}, without ner_tags if they are unknown. Tags are O,
+B-TYPE and I-TYPE. A file in the scheme of 2003 (IOB1: B- only if an entity follows another of its type) is converted to
+BIO, in which each entity begins with B-, and the conversion is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer.finetune.task import TaskBatch, Unit, pack
 
 OUTSIDE = "O"
 TAG = re.compile(r"O|[BI]-\S+")
-BLANKS = re.compile(r"[ \t]+")  # not all white space: a word may hold another, such as U+00A0
+BLANKS = re.compile(r"[ \t]+")  # not all white space: a word may contain other kinds, such as U+00A0
 _log = logging.getLogger(__name__)
 
 
@@ -42,17 +42,17 @@ class Sentence:
 
     number: int  # in its file, from 0
     words: tuple[str, ...]
-    tags: tuple[str, ...]  # of each word, "" if nobody knows; empty if nobody knows any
-    lines: Sequence[int]  # of the file, where each word stands
+    tags: tuple[str, ...]  # one per word, "" if unknown; empty if all are unknown
+    lines: Sequence[int]  # each word's line in the file
 
 
 @dataclass(frozen=True)
 class TagTask:
-    """A label for each word, scored by whole entities."""
+    """Predict a label for each word, scored by whole entities."""
 
     labels: tuple[str, ...]  # O first
-    tell: Callable[[str], None] = _log.warning  # what became of a file
-    no_label: tuple[str, ...] = ()  # tags that mean that a word has none
+    tell: Callable[[str], None] = _log.warning  # receives reports about a file
+    no_label: tuple[str, ...] = ()  # tags that mean no label
 
     name = "ner"
     measure = "f1"
@@ -64,9 +64,9 @@ class TagTask:
 
     @classmethod
     def of(cls, training: Path, tell: Callable[[str], None] = _log.warning, no_label: tuple[str, ...] = ()) -> TagTask:
-        """The task whose labels are O, and B- and I- of each type in the training file. TrainerError without one.
+        """Make the task: its labels are O, and B- and I- of each type in the training file. TrainerError without types.
 
-        A small file may hold no entity of two words of a type that others have.
+        A small file may lack an I- tag that other files have: no entity of that type has two words in it.
         """
         sentences = read_sentences(training, lambda _: None, no_label)
         tags = {tag for sentence in sentences for tag in sentence.tags} - {OUTSIDE, ""}
@@ -77,11 +77,11 @@ class TagTask:
 
     @property
     def outputs(self) -> int:
-        """One for each label."""
+        """One per label."""
         return len(self.labels)
 
     def read(self, path: Path) -> list[Sentence]:
-        """The sentences of a file. TrainerError for a tag that is none of the labels."""
+        """Read a file's sentences. TrainerError for a tag that is not one of the labels."""
         sentences = read_sentences(path, self.tell, self.no_label)
         for sentence in sentences:
             for word, tag, line in zip(sentence.words, sentence.tags, sentence.lines, strict=False):
@@ -93,29 +93,29 @@ class TagTask:
         return sentences
 
     def classes(self, records: Sequence[Sentence]) -> Counts:
-        """Words with each label."""
+        """Count the words with each label."""
         words = ((tag or None for tag in r.tags) if r.tags else (None for _ in r.words) for r in records)
         return count(self.labels, (tag for tags in words for tag in tags))
 
     def units(self, record: Sentence, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
-        """Windows of whole words, none for a sentence without a visible character; each word is asked for once.
+        """Windows of whole words, none for a sentence without a visible character; each word is predicted once.
 
-        For training only words with a label are asked for.
+        In training, only words with a label are.
 
-        A word of more pieces than a window holds keeps its first ones. A word without any (of control characters, say)
-        is not asked for, and is outside of all entities.
+        A word with more pieces than fit in a window keeps its first ones. A word without pieces (of control characters,
+        say) is not predicted, and counts as outside all entities.
         """
         encoding = tokenizer.encode(list(record.words), is_pretokenized=True, add_special_tokens=False)
         pieces: list[list[int]] = [[] for _ in record.words]
         for piece, word in zip(encoding.ids, encoding.word_ids, strict=True):
-            assert word is not None  # only control tokens stand in no word
+            assert word is not None  # only control tokens belong to no word
             pieces[word].append(piece)
         known = [bool(tag) for tag in record.tags] or [False] * len(record.words)
         asked = known if training else [True] * len(known)
         units: list[Unit] = []
         for words in _windows(pieces, longest - 2):
             own = [pieces[word][: longest - 2] for word in words]
-            starts = np.cumsum([1, *map(len, own)]).tolist()  # behind [CLS]
+            starts = np.cumsum([1, *map(len, own)]).tolist()  # after [CLS]
             example = replace(
                 pack(tokenizer, [piece for word in own for piece in word]),
                 places=tuple(start for start, word in zip(starts, words, strict=False) if asked[word]),
@@ -126,21 +126,21 @@ class TagTask:
         return units
 
     def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
-        """() fp32: the words' cross-entropies, summed."""
+        """() fp32: the sum of the words' cross-entropies."""
         return cross_entropy(answers, batch.targets)[0]
 
     def count(self, unit: Unit) -> int:
-        """Words that are asked for."""
+        """Number of words with a label."""
         return sum(len(example.targets) for example in unit)
 
     def score(
         self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
     ) -> dict[str, float]:
-        """F1, precision and recall of entities, over all and of each type (``f1.PER``), and the accuracy of words."""
+        """F1, precision and recall of entities, overall and by type (``f1.PER``), and the accuracy over words."""
         both = zip(records, self.tags(records, units, answers), strict=True)
         known = [(record.tags, tags) for record, tags in both if record.tags]
         if not known:
-            raise TrainerError(f"{self.name}: there is no sentence with tags to be judged by")
+            raise TrainerError(f"{self.name}: there is no sentence with tags to evaluate on")
         words = [(own, other) for a, b in known for own, other in zip(a, b, strict=True) if own]
         gold = [[own or OUTSIDE for own in a] for a, _ in known]
         said = [[other if own else OUTSIDE for own, other in zip(a, b, strict=True)] for a, b in known]
@@ -149,7 +149,7 @@ class TagTask:
     def tags(
         self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
     ) -> list[list[str]]:
-        """The tag of every word of the records."""
+        """The predicted tag of every word of the records."""
         said = {record.number: [OUTSIDE] * len(record.words) for record in records}
         for unit, rows in zip(units, answers, strict=True):  # rows (words, labels)
             number, words = unit[0].origin
@@ -160,13 +160,13 @@ class TagTask:
     def predictions(
         self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
     ) -> list[dict[str, Any]]:
-        """The words of each sentence, and their tags."""
+        """The words of each sentence, and their predicted tags."""
         said = self.tags(records, units, answers)
         return [{"tokens": list(r.words), "ner_tags": tags} for r, tags in zip(records, said, strict=True)]
 
 
 def _windows(pieces: list[list[int]], room: int) -> Iterator[list[int]]:
-    """Neighbouring words, by number, that have ``room`` together, or a long one alone; without those of no piece."""
+    """Group words, by number, into windows of ``room`` pieces; a longer word is alone, one without any is left out."""
     words: list[int] = []
     used = 0
     for word, own in enumerate(pieces):
@@ -186,9 +186,9 @@ def _windows(pieces: list[list[int]], room: int) -> Iterator[list[int]]:
 def read_sentences(
     path: Path, tell: Callable[[str], None] = _log.warning, no_label: Sequence[str] = ()
 ) -> list[Sentence]:
-    """The sentences of a file, tagged in BIO; ``tell`` hears if they were not. TrainerError by file and line.
+    """Read a file's sentences, tagged in BIO; ``tell`` reports a conversion. TrainerError names file and line.
 
-    A tag that is in ``no_label`` stands for a word without one.
+    A tag in ``no_label`` means that the word has no label.
     """
     read = _json_sentences if path.suffix in LINES else _conll_sentences
     sentences = []
@@ -196,16 +196,16 @@ def read_sentences(
         tags = tuple("" if says_nothing(tag, no_label) else tag for tag in sentence.tags)
         for tag, line in zip(tags, sentence.lines, strict=False):
             if tag and not TAG.fullmatch(tag):
-                remedy = f"bring the tags to BIO, or, if it means that there is no label, say --no-label {tag}"
+                remedy = f"convert the tags to BIO or, if it means no label, pass --no-label {tag}"
                 raise TrainerError(f"{path}, line {line}: tag {tag!r} is none of O, B-TYPE and I-TYPE; {remedy}")
         sentences.append(replace(sentence, tags=tags if any(tags) else ()))
     if not sentences:
-        raise TrainerError(f"{path} holds no sentence; write a line for each word: the word, a blank and its tag")
+        raise TrainerError(f"{path} has no sentences; write one line per word: the word, a space and its tag")
     return _in_bio(path, sentences, tell)
 
 
 def _conll_sentences(path: Path) -> Iterator[Sentence]:
-    """The sentences, with tags as they stand there; in a file of one column there are none."""
+    """Read sentences with their tags as written; a file with one column has no tags."""
     number, wanted = 0, 0
     rows: list[tuple[str, str, int]] = []  # the words of this sentence so far, their tags and lines
     for line, text in enumerate([*read_lines(path), ""], 1):
@@ -218,8 +218,10 @@ def _conll_sentences(path: Path) -> Iterator[Sentence]:
             continue
         wanted = wanted or len(columns)
         if len(columns) != wanted:
-            seen = f"{len(columns)} columns, where {wanted} are wanted"
-            raise TrainerError(f"{path}, line {line}: {seen}; write the word first and its tag last, parted by blanks")
+            seen = f"{len(columns)} columns instead of {wanted}"
+            raise TrainerError(
+                f"{path}, line {line}: {seen}; write the word first and its tag last, separated by spaces"
+            )
         rows.append((columns[0], columns[-1], line))
 
 
@@ -229,19 +231,19 @@ def _json_sentences(path: Path) -> Iterator[Sentence]:
         words = _strings(record.get("tokens"), f'{where}: "tokens"')
         tags = _strings(record["ner_tags"], f'{where}: "ner_tags"') if "ner_tags" in record else []
         if "ner_tags" in record and len(words) != len(tags):
-            raise TrainerError(f"{where}: {len(words)} tokens and {len(tags)} ner_tags; write one tag a token")
+            raise TrainerError(f"{where}: {len(words)} tokens and {len(tags)} ner_tags; write one tag per token")
         yield Sentence(number, tuple(words), tuple(tags), (line,) * len(words))
 
 
 def _strings(value: Any, what: str) -> list[str]:
     if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
-        raise TrainerError(f"{what} must be a list of strings, one a word, and not empty")
+        raise TrainerError(f"{what} must be a list of strings, one per word, and not empty")
     return value
 
 
 def _in_bio(path: Path, sentences: list[Sentence], tell: Callable[[str], None]) -> list[Sentence]:
-    """The sentences with a B- at each entity's beginning, if they are in BIO or in IOB1."""
-    loose, strict = [], []  # lines where an I- begins an entity, and where a B- does that IOB1 would not write
+    """Convert sentences in BIO or IOB1 to BIO, with a B- at the start of each entity."""
+    loose, strict = [], []  # lines where an I- begins an entity, and where a B- does, unlike in IOB1
     for sentence in sentences:
         for kind, first, _ in entities([tag or OUTSIDE for tag in sentence.tags]):
             after = sentence.tags[first - 1].endswith(f"-{kind}") if first else False
@@ -253,9 +255,9 @@ def _in_bio(path: Path, sentences: list[Sentence], tell: Callable[[str], None]) 
         return sentences
     if strict:
         seen = f"an I- begins an entity here, and a B- does at line {strict[0]}"
-        change = "write B- at each beginning (BIO), or only between neighbours of one type (IOB1)"
+        change = "write B- at each entity's start (BIO), or only after an entity of the same type (IOB1)"
         raise TrainerError(f"{path}, line {loose[0]}: {seen}; {change}")
-    tell(f"{path}: tags are in IOB1; they were brought to BIO, with a B- at the beginning of each entity")
+    tell(f"{path}: tags are in IOB1; converted to BIO, with a B- at the start of each entity")
     return [replace(sentence, tags=_begun(sentence.tags)) for sentence in sentences]
 
 

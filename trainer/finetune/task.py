@@ -1,8 +1,8 @@
-"""What a task is made of: its examples as the encoder reads them, its head, and how its answers are scored.
+"""The parts of a task: its examples as the encoder reads them, its head, and how its answers are scored.
 
-A file of data is read into records, a record becomes a unit of one example or several (windows of a long text, the
-choices of a question), and a batch is made of whole units. The head's answers go back to the records, which
-are scored by the task's own measures.
+A data file is read into records. A record becomes one unit or several (the windows of a long text), and a unit has one
+example or several (the choices of a question). A batch consists of whole units. The head's answers are mapped back to
+the records, which are scored by the task's own metrics.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Example:
     tokens: tuple[int, ...]
     segments: tuple[int, ...]  # 0 for [CLS] A [SEP], 1 for B [SEP]
     places: tuple[int, ...] = (0,)  # positions in this sequence that the head reads
-    targets: tuple[float, ...] = ()  # what it should say; empty where nobody knows
+    targets: tuple[float, ...] = ()  # the right outputs of the head; empty if unknown
     origin: Any = None  # what the task needs to bring an answer back to its record
 
 
-Unit = tuple[Example, ...]  # of one record, or a window of it; never cut over micro-batches
+Unit = tuple[Example, ...]  # one record, or a window of it; never split over micro-batches
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class TaskBatch(Rows):
     """Examples of whole units in one row of tokens."""
 
     places: Tensor  # (P,) int64, index into T of each position that the head reads, example after example
-    targets: Tensor  # (K,) int64 or fp32, as the task's loss wants them; empty where nobody knows
-    weight: float = 1.0  # of its loss; 0 where it only keeps a rank in step with the others
+    targets: Tensor  # (K,) int64 or fp32, as the task's loss needs them; empty if unknown
+    weight: float = 1.0  # of its loss; 0 if it only keeps a rank in step with the others
 
 
 @dataclass(frozen=True)
 class TaskCounts:
-    """What a step's loss is divided by, over the whole global batch."""
+    """The divisor of a step's loss, counted over the whole global batch."""
 
     targets: int
 
@@ -61,7 +61,7 @@ class TaskOutput(NamedTuple):
     loss: Tensor  # () fp32
 
     def mean(self, counts: TaskCounts) -> Tensor:
-        """() fp32: this micro-batch's part of the global batch's loss."""
+        """() fp32: this micro-batch's share of the global batch's loss."""
         return self.loss / max(counts.targets, 1)
 
 
@@ -83,15 +83,15 @@ class TaskModel(Encoder):
         self.initialise(seed)
 
     def forward(self, batch: TaskBatch, keys: Tensor | None = None) -> TaskOutput:
-        """The loss; ``keys`` (T, 2) int32 switch dropout on, None is evaluation."""
+        """The loss; ``keys`` (T, 2) int32 turn dropout on, None means evaluation."""
         return TaskOutput(self.task.loss(self.answers(batch, keys), batch) * batch.weight)
 
     def answers(self, batch: TaskBatch, keys: Tensor | None = None) -> Tensor:
-        """The head's outputs, fp32: (B, task.outputs) where it is pooled, (P, task.outputs) at ``places`` elsewhere."""
+        """The head's outputs, fp32: (B, task.outputs) if pooled, else (P, task.outputs) at ``places``."""
         x, site = self.encode(batch, keys), SITES * (self.model.layers + 1)
         at = batch.cu_seqlens[:-1].long() if self.task.pooled else batch.places
         rows = pool(x, batch, self.pooler_weight, self.pooler_bias) if self.task.pooled else x.index_select(0, at)
-        own = None if keys is None else keys.index_select(0, at)  # of the tokens that the rows came from
+        own = None if keys is None else keys.index_select(0, at)  # keys of the tokens that the rows came from
         if self.task.drops:
             rows = dropout.apply(rows, own, site, self.model.dropout)
         if self.task.hidden_head:
@@ -101,19 +101,19 @@ class TaskModel(Encoder):
 
 
 class Task(Protocol):
-    """A task: pure, made from its name and its data. Raises TrainerError for data that do not fit, by file and line."""
+    """A task: pure, made from its name and its data. Raises TrainerError, with file and line, for unusable data."""
 
     @property
     def name(self) -> str:
-        """As the command line has it."""
+        """The task's name on the command line."""
 
     @property
     def measure(self) -> str:
-        """The figure of ``score`` that it is judged by: higher is better."""
+        """The metric of ``score`` that decides: higher is better."""
 
     @property
     def outputs(self) -> int:
-        """Numbers that the head gives for each row."""
+        """Number of outputs of the head for each row."""
 
     @property
     def pooled(self) -> bool:
@@ -121,7 +121,7 @@ class Task(Protocol):
 
     @property
     def drops(self) -> bool:
-        """Whether dropout stands before the head."""
+        """Whether dropout comes before the head."""
 
     @property
     def hidden_head(self) -> bool:
@@ -129,55 +129,55 @@ class Task(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes, in order; empty where there are none."""
+        """Names of the classes, in order; empty if there are none."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the targets."""
+        """Dtype of the targets."""
 
     @property
     def export_class(self) -> str:
-        """The class of transformers that has this linear head, "BertForTokenClassification"; empty where none has."""
+        """The transformers class with this linear head, as "BertForTokenClassification"; empty if there is none."""
 
     def read(self, path: Path) -> list[Any]:
-        """The records of a file."""
+        """Read a file's records."""
 
     def classes(self, records: Sequence[Any]) -> Counts:
-        """How often each answer stands in them, by its name, and how often none."""
+        """Count the records with each answer, by its name, and those without one."""
 
     def units(self, record: Any, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
-        """A record as units of examples of at most ``longest`` tokens; ``training``: only those to learn from."""
+        """A record as units of examples of at most ``longest`` tokens; ``training``: only those to train on."""
 
     def loss(self, answers: Tensor, batch: TaskBatch) -> Tensor:
-        """() fp32, summed over the targets."""
+        """The loss: () fp32, summed over the targets."""
 
     def count(self, unit: Unit) -> int:
-        """Targets of a unit: the terms that its loss sums."""
+        """Number of targets in a unit: the terms that its loss sums."""
 
     def score(
         self, records: Sequence[Any], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
     ) -> dict[str, float]:
-        """The task's figures, from all units of the records, in order, and the head's answers to each.
+        """The task's metrics, from all units of the records, in order, and the head's answers to each.
 
-        Answers of a unit: (examples, outputs) where pooled, (places of all its examples, outputs) elsewhere.
+        Answers to a unit: (examples, outputs) if pooled, else (places of all its examples, outputs).
         """
 
     def predictions(
         self, records: Sequence[Any], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
     ) -> list[dict[str, Any]]:
-        """What it says about each record, in order, as a row of plain values for a TSV or JSON-lines file."""
+        """The prediction for each record, in order, as a row of plain values for a TSV or JSON-lines file."""
 
 
 @runtime_checkable
 class Batched(Protocol):
-    """A task that can tokenise many records at once, which is quicker than ``Task.units`` one by one."""
+    """A task that can tokenise many records at once, which is faster than ``Task.units`` one by one."""
 
     def all_units(self, records: Sequence[Any], tokenizer: Tokenizer, longest: int, training: bool) -> list[list[Unit]]:
         """``Task.units`` of each record."""
 
 
 def collate(units: Sequence[Unit], samples: Sequence[int], targets: torch.dtype) -> TaskBatch:
-    """Whole units as one micro-batch. ``samples``: a number for each unit, which keys its dropout."""
+    """Combine whole units into one micro-batch. ``samples``: a number for each unit, which keys its dropout."""
     examples = [example for unit in units for example in unit]
     lengths = [len(example.tokens) for example in examples]
     starts = np.cumsum([0, *lengths])
@@ -196,9 +196,10 @@ def collate(units: Sequence[Unit], samples: Sequence[int], targets: torch.dtype)
 
 
 def fit(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of each side of a pair stay, so that both have at most ``room``; the longer one loses first.
+    """How many tokens of each side of a pair to keep for a total of at most ``room``; the longer side loses first.
 
-    As google-research/bert's ``_truncate_seq_pair``: its last token, and the second's where both are equally long.
+    As in google-research/bert's ``_truncate_seq_pair``: last tokens are dropped, the second side's if both are equally
+    long.
     """
     if first + second <= room:
         return first, second
@@ -207,7 +208,7 @@ def fit(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def pack(tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | None = None) -> Example:
-    """[CLS] first [SEP], or [CLS] first [SEP] second [SEP], of token ids that fit already."""
+    """Make [CLS] first [SEP], or [CLS] first [SEP] second [SEP], from token ids that already fit."""
     cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
     assert cls is not None and sep is not None  # a BERT's tokenizer
     a = (cls, *first, sep)
@@ -216,5 +217,5 @@ def pack(tokenizer: Tokenizer, first: Sequence[int], second: Sequence[int] | Non
 
 
 def with_targets(example: Example, *targets: float) -> Example:
-    """The example with what its head should say."""
+    """The example with the right outputs of its head."""
     return replace(example, targets=targets)

@@ -1,4 +1,4 @@
-"""The tasks that are known by name: how their files look, how they are judged, and their published recipes."""
+"""The tasks known by name: the layout of their files, their metrics, and their published recipes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainer.finetune.task import Task
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a fine-tuning is done with, unless a user says otherwise.
+    """The settings of a fine-tuning, unless the user gives others.
 
     Devlin et al. 2019 (appendix A.3) search batches of 16 and 32, rates of 5e-5, 3e-5 and 2e-5, and 2 to 4 epochs, with
-    warm-up over the first tenth, linear decay and a weight decay of 0.01. Gradients are not clipped here unless
-    that is asked for; google-research/bert (optimization.py) clips them to a global norm of 1.0.
+    warm-up over the first tenth, linear decay and a weight decay of 0.01. Gradients are not clipped here by default;
+    google-research/bert (optimization.py) clips them to a global norm of 1.0.
     """
 
     length: int = 128  # tokens of an example, at most
     epochs: float = 3.0
-    batch: int = 32  # records of a step
+    batch: int = 32  # records per step
     rate: float = 2e-5
     warmup: float = 0.1  # share of the steps
     weight_decay: float = 0.01
@@ -31,24 +31,24 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a user says about the task itself."""
+    """The user's choices about the task itself."""
 
-    train: Path  # its labels are the task's, where the task has none of its own
+    train: Path  # supplies the labels too, if the task does not define them
     columns: Columns | None = None  # instead of the published ones
     regression: bool = False
-    measure: str | None = None  # to be judged by, instead of the task's own
+    measure: str | None = None  # the metric that decides, instead of the task's own
     mlp: bool = False  # a head with a hidden layer
-    no_label: tuple[str, ...] = ()  # values of the label that mean that there is none
+    no_label: tuple[str, ...] = ()  # label values that mean no label
 
 
 @dataclass(frozen=True)
 class Files:
-    """The names under which a folder of data has its parts; the first that is there is taken."""
+    """File names to look for in a data folder; the first that exists is used."""
 
     train: tuple[str, ...] = ("train.tsv", "train.jsonl", "train.csv")
     dev: tuple[str, ...] = ("dev.tsv", "dev.jsonl", "dev.csv")
     test: tuple[str, ...] = ("test.tsv", "test.jsonl", "test.csv")
-    also: tuple[str, ...] = ()  # scored at the end, too, all that are there
+    also: tuple[str, ...] = ()  # also scored at the end: all that exist
 
 
 Tell = Callable[[str], None]
@@ -56,7 +56,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Known:
-    """A task by name."""
+    """A task known by name: how to make it, its recipe and its files."""
 
     make: Callable[[Wish, Tell], Task]
     recipe: Recipe = Recipe()
@@ -64,7 +64,7 @@ class Known:
 
 
 def known(name: str) -> Known:
-    """The task of a name. Raises TrainerError with those that there are."""
+    """Look up a task by name. Raises TrainerError with the names that exist."""
     if name not in TASKS:
         raise TrainerError(f"--task {name} is not known: name one of {', '.join(sorted(TASKS))}")
     return TASKS[name]
@@ -83,13 +83,13 @@ def _published(
     figures: tuple[str, ...],
     form: Format | None = None,
 ) -> Callable[[Wish, Tell], Task]:
-    """A task with columns of its own, in a ``form`` of its own where one is given. No labels: a number."""
+    """A maker of a task with its own columns and, if given, its own ``form``. Without labels it predicts a number."""
     own = replace(form or Format(()), columns=columns)
 
     def make(wish: Wish, tell: Tell) -> Task:
         _two(wish.columns)
         if wish.regression and labels:
-            raise TrainerError(f"--regression is for numbers, and {name} has classes: {', '.join(labels)}")
+            raise TrainerError(f"--regression is for numbers, but {name} has classes: {', '.join(labels)}")
         used = replace(own, no_label=wish.no_label)
         used = used if wish.columns is None else replace(used, columns=(wish.columns,), headless=())
         return SentenceTask(name, _judge(name, wish, figures), figures, used, labels, wish.mlp, tell)
@@ -98,7 +98,7 @@ def _published(
 
 
 def _own(wish: Wish, tell: Tell) -> Task:
-    """A user's own classes or numbers."""
+    """Make a task of the user's own classes or numbers."""
     _two(wish.columns)
     defaults = (Columns(PAIR, "label"), Columns(("sentence",), "label"), Columns(("text",), "label"))
     form = Format(defaults if wish.columns is None else (wish.columns,), no_label=wish.no_label)
@@ -110,13 +110,13 @@ def _own(wish: Wish, tell: Tell) -> Task:
 
 def _judge(name: str, wish: Wish, figures: Sequence[str]) -> str:
     if wish.measure is not None and wish.measure not in figures:
-        raise TrainerError(f"--measure {wish.measure} is none of {name}'s: {', '.join(figures)}")
+        raise TrainerError(f"--measure {wish.measure} is not a metric of {name}: use one of {', '.join(figures)}")
     return wish.measure or figures[0]
 
 
 def _two(columns: Columns | None) -> None:
     if columns is not None and len(columns.texts) > 2:
-        raise TrainerError(f"--text-columns names {len(columns.texts)} columns: a text has one, a pair two")
+        raise TrainerError(f"--text-columns names {len(columns.texts)} columns: name one for a text, two for a pair")
 
 
 _PLAIN = Columns(PAIR, "label")
@@ -149,7 +149,7 @@ _STS_FILES = Files((*Files.train, "sts-train.csv"), (*Files.dev, "sts-dev.csv"),
 def _tags(wish: Wish, tell: Tell) -> Task:
     from trainer.finetune.tag import TagTask
 
-    _only_sentences("a task of tags", wish, columns=False)
+    _only_sentences("a tagging task", wish, columns=False)
     return TagTask.of(wish.train, tell, wish.no_label)
 
 
@@ -157,19 +157,21 @@ def _answers(unanswerable: bool) -> Callable[[Wish, Tell], Task]:
     def make(wish: Wish, tell: Tell) -> Task:
         from trainer.finetune.answer import AnswerTask
 
-        _only_sentences("a task of questions", wish, columns=False)
+        _only_sentences("a question-answering task", wish, columns=False)
         if wish.no_label:
-            raise TrainerError("--no-label is for labels: a question that nobody answered has no answers in its file")
+            raise TrainerError(
+                "--no-label is for labels: to mark a question as unknown, leave its answers out of the file"
+            )
         return AnswerTask(unanswerable)
 
     return make
 
 
 def _choices(wish: Wish, tell: Tell) -> Task:
-    """``--text-columns``: the context's, and those of the choices, or one that holds a list of them."""
+    """``--text-columns`` names the context's column, then those of the choices or one that contains a list of them."""
     from trainer.finetune.choose import SWAG, Choices, ChoiceTask
 
-    _only_sentences("a task of choices", wish, columns=True)
+    _only_sentences("a multiple-choice task", wish, columns=True)
     own = wish.columns
     if own is not None and len(own.texts) < 2:
         raise TrainerError("--text-columns must name the context's column and those of the choices")
@@ -178,12 +180,12 @@ def _choices(wish: Wish, tell: Tell) -> Task:
 
 
 def _only_sentences(name: str, wish: Wish, columns: bool) -> None:
-    """Refuse what only sentence tasks understand; ``columns``: this one has some, too."""
+    """Refuse options that only sentence tasks understand; ``columns``: this task takes column names too."""
     said: dict[str, object] = {"--regression": wish.regression, "--measure": wish.measure, "--head mlp": wish.mlp}
     said |= {} if columns else {"--text-columns": wish.columns}
     for option, value in said.items():
         if value:
-            raise TrainerError(f"{option} is for tasks of sentences, and this is {name}: leave it out")
+            raise TrainerError(f"{option} is for sentence tasks, but this is {name}: leave it out")
 
 
 _CONLL_FILES = Files(
