@@ -131,7 +131,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "short": (lambda folder: (folder / PART).write_bytes(b"x"), f"is damaged: {PART} has 1 bytes instead of"),
     "extra": (
         lambda folder: (folder / "part-00002-of-00003.safetensors").touch(),
-        "part-00002-of-00003.safetensors is",
+        "part-00002-of-00003.safetensors belongs to another save",
     ),
     "unlisted": (
         lambda folder: change(folder, lambda tree: tree["parts"].pop()),
