@@ -1,4 +1,4 @@
-# A fresh machine needs only Python 3.11 or 3.12 and make: every target sets up .venv first.
+# A fresh machine needs only Python 3.11 or 3.12 and make: demo, test, quick and lint set up .venv first.
 
 SUITS := import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(SUITS)' 2>/dev/null && echo $$p && break; done)

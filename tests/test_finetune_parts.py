@@ -35,6 +35,8 @@ from trainer.finetune.sweep import choose as choose_run
 from trainer.finetune.task import Example, TaskBatch, TaskModel, Unit, collate
 from trainer.model.bert import SITES, Bert, pool
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Toy:

@@ -34,6 +34,8 @@ from trainer.finetune.task import TaskModel, fit
 from trainer.finetune.tasks import Wish, known
 from trainer.model.bert import Bert, ModelConfig
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["the bank was closed", "he sat on the bank of the river", "the", "a river\tthe closed bank was old", "old"] * 3
 LONGEST = 12
 

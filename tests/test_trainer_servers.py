@@ -21,7 +21,7 @@ from trainer.data.loader import Loader
 from trainer.data.remote import Remote
 from trainer.errors import TrainerError
 
-pytestmark = pytest.mark.usefixtures("no_waits")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_waits")]
 STALL = 0.5
 FILES = (MANIFEST, "token_counts.npy", "tokenizer.json", "shard-00001.idx.npy", "shard-00001.tar")
 BUFFERS = 16 << 20  # bytes on their way when a client hangs up

@@ -28,6 +28,8 @@ from trainer.encode import __main__ as encode
 from trainer.errors import TrainerError
 from trainer.finetune.start import read_pretrained
 
+pytestmark = pytest.mark.slow
+
 RANDOM = random.Random(18).randbytes(4096)
 
 
