@@ -76,6 +76,9 @@ def find_sources(inputs: Iterable[Path], where: Where = None, format: str = "aut
         left_out = find_left_out(inputs, format)
         found = f" but {describe_left_out(left_out)}" if left_out else ""
         raise DataError(f"no text files in {', '.join(map(str, inputs))}{found}: {WANTED}")
+    for source in sources:
+        if source.path.exists() and not source.path.is_file():  # reading a named pipe may wait forever
+            raise DataError(f"{source.path} is a pipe or a device, not a regular file: move it out of the input")
     _refuse_misfits(sources, where, format)
     return sources
 

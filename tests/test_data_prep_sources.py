@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -327,3 +328,16 @@ def test_markup_that_is_learnt_is_told(
     assert by_name(load_manifest(tmp_path / "out"))[name].markup == lines
     warned = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert len(warned) == 2 and all("use --format wikiextractor" in line for line in warned)
+
+
+@pytest.mark.parametrize("form", ["auto", "text"])
+def test_a_named_pipe_is_not_waited_for(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "good.txt").write_text("A first one.\n")
+    os.mkfifo(tmp_path / "input" / "pipe.txt")
+    given = [*("--input", str(tmp_path / "input"), "--tokenizer", str(tokenizer), "--format", form)]
+    assert main(["build", *given, *("--sequence-length", "32", "--out", str(tmp_path / "out"))]) == 2
+    assert "pipe.txt is a pipe or a device, not a regular file: move it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
