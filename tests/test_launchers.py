@@ -182,7 +182,7 @@ def test_the_first_process_ends_at_a_signal_while_it_starts(start: Callable[[lis
 
 STUCK = """
 import time, torch.distributed as dist
-from trainer.stop import Stop
+from trainer.ranks.stop import Stop
 from trainer.ranks.world import from_launcher, join
 world = from_launcher("cpu")
 join(world, 300)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -161,14 +162,14 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(
     assert [code for code, _ in ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(config)))] == [0]
     found, _ = checkpoint.newest(tmp_path / "run")
     assert found is not None and found.folder.name == "step-00000004"
-    read = Path.read_text
+    real = Path.open
 
-    def fail(path: Path, *arguments: str, **more: str) -> str:
+    def fail(path: Path, *arguments: Any, **more: Any) -> Any:
         if path.parent.name == "step-00000004":
             raise fault(errno.ESTALE)
-        return read(path, *arguments, **more)
+        return real(path, *arguments, **more)
 
-    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(OSError, match="Stale file handle"):
         checkpoint.newest(tmp_path / "run")
 

@@ -92,7 +92,7 @@ def test_a_stop_does_not_wait_for_a_server(
 WAITING = """
 import sys
 from concurrent.futures import Future
-from trainer.stop import Stop
+from trainer.ranks.stop import Stop
 from trainer.ranks.world import from_launcher, join, leave
 world = from_launcher("cpu")
 join(world, 300)
