@@ -24,6 +24,7 @@ from trainer import export, fill_mask, weights
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.reading import file_sha256, part_name, tree_sha256
 from trainer.checkpoint.state import TrainState
+from trainer.convert import weights as plain_weights
 from trainer.encode import __main__ as encode
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
@@ -176,7 +177,7 @@ def test_what_is_wrong_takes_one_line(
         raise TrainerError("one\n  two")
 
     module, reader = {"evaluate": (trainer.evaluate, "find"), "export": (export, "find")}.get(
-        name, (weights, "find" if name == "weights" else "source")
+        name, (weights, "find") if name == "weights" else (plain_weights, "source")
     )
     monkeypatch.setattr(module, reader, fail)
     (tmp_path / "run").mkdir()
