@@ -199,7 +199,7 @@ def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_configuration_say
         forked[1].kill()
     assert code == 3
     [line] = [line for line in output.splitlines() if "lost contact" in line]
-    assert re.search(r"rank 0: .*\(after step \d+, \w+ in trainer/\w+\.py, \w+: .*(?i:timed out)", line), line
+    assert re.search(r"rank 0: .*\(after step \d+, \w+ in trainer/[\w/]+\.py, \w+: .*(?i:timed out)", line), line
 
 
 def test_torchruns_store_outlives_an_attempt(tmp_path: Path) -> None:

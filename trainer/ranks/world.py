@@ -317,11 +317,12 @@ def lost_contact(error: RuntimeError) -> bool:
 
 
 def operation(error: BaseException) -> str:
-    """Describe where an error arose: ``all_reduce in trainer/stop.py, sum``."""
+    """Describe where an error arose: ``all_reduce in trainer/ranks/stop.py, sum``."""
     frames = traceback.extract_tb(error.__traceback__)
     collectives = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
-    ours = [frame for frame in frames if Path(__file__).parents[1] in Path(frame.filename).parents]
-    place = f"trainer/{Path(ours[-1].filename).name}, {ours[-1].name}" if ours else "its start"
+    root = Path(__file__).parents[2]  # of the checkout
+    ours = [frame for frame in frames if root / "trainer" in Path(frame.filename).parents]
+    place = f"{Path(ours[-1].filename).relative_to(root)}, {ours[-1].name}" if ours else "its start"
     return f"{collectives[0]} in {place}" if collectives else place
 
 
