@@ -378,5 +378,5 @@ def test_the_tokenizer_stops_where_the_models_positions_end(tokenizer: Path) -> 
     [[_, _]] = fill_masks(
         model, load_tokenizer(own), ["[MASK] " + "w1 " * 20 + "[MASK]"], top=1
     )  # 24 with [CLS], [SEP]
-    with pytest.raises(TrainerError, match=r"1 of 2 \[MASK\] beyond the 24 tokens"):
+    with pytest.raises(TrainerError, match=r"1 of 2 \[MASK\] are beyond the model's limit of 24 tokens"):
         fill_masks(model, load_tokenizer(own), ["[MASK] " + "w1 " * 21 + "[MASK]"])

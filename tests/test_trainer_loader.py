@@ -271,7 +271,7 @@ def test_a_shard_that_shrinks_while_it_is_open_is_named(own_shards: Path) -> Non
     for path, data in whole.items():
         for size in (0, 700, len(data) // 2):
             os.truncate(path, size)
-            with pytest.raises(TrainerError, match=rf"{path.name} (was cut|has \d+ bytes)") as error:
+            with pytest.raises(TrainerError, match=rf"{path.name} (is truncated|has \d+ bytes)") as error:
                 for position in range(0, order.samples, 64):
                     loader.read(order, position, 64, 1)
             assert "\n" not in str(error.value) and not isinstance(error.value, PassingError)
