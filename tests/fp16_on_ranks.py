@@ -15,7 +15,7 @@ import engine_on_ranks
 import torch
 import trainer_on_ranks
 
-import trainer.__main__ as program
+import trainer.run.start as start
 from trainer.engine.engine import Engine, StepResult
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert
@@ -41,6 +41,6 @@ def overflow(attempts: list[int]) -> None:
 
 if __name__ == "__main__":
     engine_on_ranks.allow_fp16_on_cpus()
-    program.resolve_precision = lambda config, device: config.precision  # type: ignore[attr-defined]
+    start.resolve_precision = lambda config, device: config.precision  # type: ignore[attr-defined]
     overflow(json.loads(sys.argv.pop(1)))
     trainer_on_ranks.main()

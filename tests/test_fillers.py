@@ -19,7 +19,6 @@ from data_prep.build import build
 from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
 from data_prep.vocab import train_tokenizer
-from trainer import export
 from trainer.checkpoint.reading import find, load_model, load_weights
 from trainer.convert import folder as hf_folder
 from trainer.convert import onnx
@@ -144,7 +143,7 @@ def test_the_proof_holds_although_fillers_are_far_below(row: int, by: float, fil
     with torch.no_grad():
         theirs.cls.predictions.bias[row] += by
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainerError, match="logits differ"):
-        patch.setattr(export, "load_transformers", lambda _: theirs)
+        patch.setattr(hf_folder, "load_transformers", lambda _: theirs)
         hf_folder.check(folder, weights, model, tokenizer)
 
 
