@@ -21,7 +21,7 @@ FIRST = 5  # the id of a vocabulary's first piece of its own
 
 
 def vocabulary(folder: Path, pieces: str, cased: bool = False) -> Tokenizer:
-    """BERT's tokenizer of the pieces, parted by blanks."""
+    """BERT's tokenizer of the space-separated pieces."""
     write_tokenizer(folder, pieces.split())
     (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": not cased}))
     return load_tokenizer(folder).encoder

@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def unnoticed(path: Path, proof: Callable[[], object]) -> list[str]:
-    """The fields whose value can be changed, one at a time, and ``proof`` still ends well."""
+    """The fields of a JSON file that can be changed, one at a time, without ``proof`` raising an error."""
     written, left = json.loads(path.read_text()), []
     for name, value in written.items():
         path.write_text(json.dumps(written | {name: changed(value)}))
         try:
             proof()
-        except Exception:  # of transformers, too, which cannot build what some of them say
+        except Exception:  # noticed; transformers raises errors of many classes for a wrong field
             continue
         left.append(name)
     path.write_text(json.dumps(written))
