@@ -1,6 +1,6 @@
 """Trains variations of one recipe side by side on one machine, and tabulates what each reached on held-out text.
 
-    python tests/ablations.py PLAN.yaml OUT [--beside 4] [--seconds 400] [--set key=value …]
+    python tests/ablations.py PLAN.yaml OUT [--beside 4] [--gpus 2] [--seconds 400] [--set key=value …]
 
 The plan holds ``base``, a configuration, and ``rows``: a name each, and how it differs, as ``--set`` has it:
 
@@ -8,8 +8,9 @@ The plan holds ``base``, a configuration, and ``rows``: a name each, and how it 
     rows:
       adam 1e-3: {optimizer.name: adam, phases.0.learning_rate: 1e-3}
 
-Rows start in their order, ``--beside`` at a time. After ``--seconds`` no row starts, and those that still run are
-stopped; each saves a checkpoint. ``OUT/table.md`` holds the table, ``OUT/curves.json`` each row's losses.
+Rows start in their order, ``--beside`` at a time, each on the GPU that has the fewest. After ``--seconds`` no row
+starts, and those that still run are stopped; each saves a checkpoint. ``OUT/table.md`` holds the table,
+``OUT/curves.json`` each row's losses.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ class Row:
         own = base | {"run": base.get("run", {}) | {"name": name, "folder": str(self.folder)}}
         self.config.write_text(yaml.safe_dump(own))
         self.process: subprocess.Popen[bytes] | None = None
+        self.gpu = 0
 
-    def start(self, overrides: list[str]) -> None:
-        """Start it as one rank; its output goes into a file beside its folder."""
+    def start(self, overrides: list[str], gpu: int) -> None:
+        """Start it as one rank on one GPU; its output goes into a file next to its folder."""
+        self.gpu = gpu
         command = [sys.executable, "-m", "trainer", "--config", str(self.config)]
         sets = [f"{key}={json.dumps(value)}" for key, value in self.changes.items()]
         if sets or overrides:
             command += [word for each in [*sets, *overrides] for word in ("--set", each)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ)
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
 
     def records(self, event: str) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -89,6 +93,7 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--beside", type=int, default=1, help="rows that run at the same time (%(default)s)")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to spread them over (%(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after these no row starts, and all stop")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all rows; repeatable")
     given = parser.parse_args()
@@ -105,7 +110,8 @@ def main() -> None:
                 row.process.send_signal(signal.SIGTERM)  # type: ignore[union-attr]
         while waiting and len(running) < given.beside:
             row = waiting.pop(0)
-            row.start(given.set)
+            busy = [row.gpu for row in running]
+            row.start(given.set, min(range(given.gpus), key=busy.count))
             running.append(row)
         for row in [each for each in running if late or each.process.poll() is not None]:  # type: ignore[union-attr]
             code = row.process.wait()  # type: ignore[union-attr]
