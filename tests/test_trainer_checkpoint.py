@@ -408,6 +408,10 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str | None]] = {
         lambda ours: ours["phases"][1].update(masks="dynamic"),
         "masks of phase b were",
     ),
+    "spread positions of a phase that has begun": (
+        lambda ours: ours["phases"][1].update(spread_positions=64),
+        "spread_positions of phase b was None",
+    ),
     "batch of a phase that goes on": (
         lambda ours: ours["phases"][1].update(global_batch=4),
         "global batch of phase b was 8, now 4",

@@ -58,6 +58,10 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
     found = problems(tmp_path, text=f"{MINIMAL}{second}\n")
     assert found[0].startswith("phases: two phases are named 'a'")
     assert found[1].startswith("phases.1.sequence_length is 1024 but model.max_positions is 512")
+    overrides = ("phases.0.spread_positions=256", "model.max_positions=128")
+    assert problems(tmp_path, *overrides)[0].startswith(
+        "phases.0.spread_positions is 256 but model.max_positions is 128"
+    )
     assert problems(tmp_path, "phases=[]") == ["phases is empty: a run needs at least one"]
     [wait] = problems(tmp_path, "run.timeout_seconds=20")
     assert wait.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait that long")

@@ -31,6 +31,7 @@ from data_prep.masking import Masking, Vocabulary, remask
 from data_prep.shards import NO_PAIR, Column, Sample, decode_sample, index_path, read_index, tar_path
 from trainer.data.cache import Cache
 from trainer.data.order import Order, deal
+from trainer.data.spread import Spread, spread
 from trainer.errors import PassingError, TrainerError, shortage
 from trainer.model.batch import IGNORED, GlobalCounts, MicroBatch
 from trainer.ranks.stop import Stop
@@ -79,8 +80,8 @@ class Loader:
     """Reads the shards of one folder for rank ``rank`` of ``ranks``.
 
     ``masks``: draw new masks for each sample in each epoch; None uses the static ones. ``cache``: fills the folder if
-    the shards are remote. ``device``: where training's batches will go. Raises TrainerError with the shard's name on
-    any damage.
+    the shards are remote. ``device``: where training's batches will go. ``spread``: start each training sequence at a
+    random position. Raises TrainerError with the shard's name on any damage.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class Loader:
         masks: DynamicMasks | None = None,
         cache: Cache | None = None,
         device: torch.device = CPU,
+        spread: Spread | None = None,
     ) -> None:
         self.folder, self.manifest, self.rank, self.ranks, self.masks = folder, manifest, rank, ranks, masks
-        self.cache, self.device = cache, device
+        self.cache, self.device, self.spread = cache, device, spread
         self._sizes = np.array([shard.samples for shard in manifest.shards])
         self._remedy = "restore it or build the shards again"
         if cache is not None:
@@ -136,15 +138,17 @@ class Loader:
             if not self.masks.keeps_counts:
                 targets = sum(len(sample.positions) for sample in samples)
         rest = iter(samples)
-        collated = (self._collate(list(islice(rest, len(part))), position + part) for part in mine)
-        batches = tuple(batch.pin(self.device) for batch in collated)
+        batches = [self._collate(list(islice(rest, len(part))), position + part) for part in mine]
+        if self.spread is not None:
+            batches = [spread(batch, self.spread) for batch in batches]
+        pinned = tuple(batch.pin(self.device) for batch in batches)
         counts = GlobalCounts(
             targets=targets,
             pairs=0 if self.manifest.settings.pairs == "single" else global_batch,
             tokens=int(lengths.sum()),
             squares=int((lengths**2).sum()),
         )
-        return StepBatch(position, global_batch, batches, counts)
+        return StepBatch(position, global_batch, pinned, counts)
 
     def steps(
         self, order: Order, position: int, global_batch: int, micro_batches: int, stop: Stop | None = None

@@ -46,6 +46,9 @@ class Phase:
     heldout: str | None = None  # held-out shards, a folder or an address, evaluated during the phase
     # static: the masks stored in the training shards; dynamic: new masks in each epoch, drawn the same way
     masks: Literal["static", "dynamic"] = "static"
+    # rows of the position table that training uses: each sequence starts at a random one, so that a phase of short
+    # sequences prepares the table for longer ones; null: every sequence starts at position 0
+    spread_positions: int | None = None
 
     def problems(self) -> list[str]:
         """Every invalid or contradictory setting of this phase, with what to change."""
@@ -64,7 +67,13 @@ class Phase:
             samples=(1, MOST_SAMPLES),
             reference_batch=(1, LARGEST_BATCH),
             decay_steps=(1, MOST_STEPS),
+            spread_positions=(1, 2**16),
         )
+        if self.spread_positions is not None and 0 < self.spread_positions < self.sequence_length:
+            found.append(
+                f"spread_positions is {self.spread_positions} but sequence_length is {self.sequence_length}: "
+                "raise it, or remove it to start every sequence at position 0"
+            )
         if self.steps < 0:
             found.append(f"steps is {shown(self.steps)}: must be 1 or more")
         found += outside(self, steps=(-math.inf, MOST_STEPS), epochs=(ABOVE_0, MOST_STEPS))

@@ -22,7 +22,7 @@ class Rows:
 
     tokens: Tensor  # (T,) int64, ids after masking
     segments: Tensor  # (T,) int64, 0 for [CLS] A [SEP], 1 for B [SEP]
-    positions: Tensor  # (T,) int64, position within its sequence, from 0
+    positions: Tensor  # (T,) int64, rows of the position table: consecutive in a sequence, from 0 unless spread
     cu_seqlens: Tensor  # (B + 1,) int32, cumulative lengths, as in FlashAttention's varlen interface
     max_seqlen: int  # length of the longest sequence in the micro-batch
     samples: Tensor  # (B,) int64, sample numbers: positions in the run's order, which seed the dropout

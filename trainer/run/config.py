@@ -113,6 +113,11 @@ class Config:
                     f"phases.{index}.sequence_length is {phase.sequence_length} but model.max_positions is "
                     f"{self.model.max_positions}: raise max_positions or shorten the sequences"
                 )
+            elif phase.spread_positions is not None and phase.spread_positions > self.model.max_positions:
+                found.append(
+                    f"phases.{index}.spread_positions is {phase.spread_positions} but model.max_positions is "
+                    f"{self.model.max_positions}: lower the first or raise the second"
+                )
         return found
 
 

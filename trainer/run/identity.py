@@ -32,6 +32,7 @@ def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
                 "name": data.phase.name,
                 "shards": manifest_hash(data.loader.folder),
                 "masks": data.phase.masks,
+                "spread_positions": data.phase.spread_positions,
                 "global_batch": data.global_batch,
             }
             for data in phases
@@ -79,6 +80,11 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
         different.append(f"phases {names}, in this order, with the same training shards as before, must come first")
     else:
         different += [f"masks of phase {a['name']} were {a['masks']}" for a, b in pairs if a["masks"] != b["masks"]]
+        different += [
+            f"spread_positions of phase {a['name']} was {a.get('spread_positions')}"
+            for a, b in pairs
+            if a.get("spread_positions") != b.get("spread_positions")
+        ]
         before, now = pairs[-1]
         goes_on = state["phase_step"] < phases[state["phase"]].steps
         if goes_on and before["global_batch"] != now["global_batch"]:  # perhaps by other ranks

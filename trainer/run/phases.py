@@ -14,6 +14,7 @@ from trainer.data.cache import Cache, open_cache
 from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order, largest_window
 from trainer.data.remote import is_remote
+from trainer.data.spread import Spread
 from trainer.engine.schedule import Phase, batch_of, batch_problems, resolve
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
@@ -21,7 +22,7 @@ from trainer.ranks.world import World
 from trainer.run.config import Config
 
 MOST_MIXED = 2**27  # samples in a window; each takes about 30 bytes of memory on every rank
-_MASKS = 4  # the purpose of this random stream; see trainer/data/order.py
+_MASKS, _POSITIONS = 4, 5  # the purposes of these random streams; see trainer/data/order.py
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
                 masks = _dynamic_masks(tokenizer, manifest, config.run.seed)
         except DataError as error:
             found.append(str(error))
-        loaders[key] = Loader(path, manifest, world.rank, world.size, masks, cache, world.device)
+        places = _spread(phase, config.run.seed) if key == "train" else None
+        loaders[key] = Loader(path, manifest, world.rank, world.size, masks, cache, world.device, places)
         problems += [f"{where}.{key}: {problem}" for problem in found + loaders[key].problems()]
     if len(loaders) < len(folders):
         return None
@@ -116,6 +118,11 @@ def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
             f"{phase.sequence_length}: change sequence_length or name other shards"
         )
     return found
+
+
+def _spread(phase: Phase, seed: int) -> Spread | None:
+    rows = phase.spread_positions
+    return None if rows is None else Spread(rows, int(bits(seed, _POSITIONS)[0]))
 
 
 def _dynamic_masks(tokenizer: Tokenizer, manifest: Manifest, seed: int) -> DynamicMasks:
