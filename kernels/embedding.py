@@ -2,6 +2,7 @@
 
     sum[t] = token_table[tokens[t]] + segment_table[segments[t]] + position_table[positions[t]]
     out = dropout(LayerNorm(sum))      (Devlin et al., "BERT", 2019, figure 2)
+A pre-LN encoder takes the sum alone: it drops and normalizes in this order, as ``kernels.layer_norm`` does.
 
 For backward, the kernels keep the indices, and each row's mean and 1 / standard deviation in fp32. They compute the sum
 and the dropout mask again. The reference keeps the indices, the sum, its mean and 1 / standard deviation per row, and
@@ -39,9 +40,14 @@ def embed_reference(
     eps: float,
 ) -> Tensor:  # (T, D)
     """Compute everything except the dropout, in the dtype of the tables."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    return layer_norm_reference(_sum_reference(indices, tables), weight, bias, eps)
+
+
+def _sum_reference(indices: _Tensors, tables: _Tensors) -> Tensor:
+    """The sum of the table rows (T, D), in fp32 or wider."""
+    wide = torch.promote_types(tables[0].dtype, torch.float32)
     token, segment, position = (F.embedding(i, t).to(wide) for i, t in zip(indices, tables, strict=True))
-    return layer_norm_reference(token + segment + position, weight, bias, eps)
+    return token + segment + position
 
 
 @triton.jit
@@ -70,11 +76,11 @@ def _embedding_forward_kernel(
     token_table,  # (V, D)
     segment_table,  # (rows, D)
     position_table,  # (rows, D)
-    weight,  # (D,)
+    weight,  # (D,); None for the sum alone
     bias,  # (D,)
     keys,  # (T, 2) int32; None for no dropout
     out,  # (T, D)
-    statistics,  # (2, T) fp32: means, and 1 / standard deviations
+    statistics,  # (2, T) fp32: means, and 1 / standard deviations; not written for the sum alone
     count,  # T
     token_count,  # the number of rows of each table
     segment_count,
@@ -95,16 +101,19 @@ def _embedding_forward_kernel(
     z += _table_rows(segments, segment_table, segment_count, rows, there, columns, WIDTH)
     z += _table_rows(positions, position_table, position_count, rows, there, columns, WIDTH)
     z = tl.where(inside, z, 0.0)
-    unit, mean, rstd = normalised(z, inside, eps, WIDTH)
-    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    y = unit * w + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    y = z
+    if weight is not None:
+        unit, mean, rstd = normalised(z, inside, eps, WIDTH)
+        w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        y = unit * w + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if keys is not None:
         first, second = dropout.row_keys(keys, rows, there, site)
         y = tl.where(dropout.kept(first, second, 0, cut, BLOCK), y * gain, 0.0)
     at = rows.to(tl.int64)[:, None] * WIDTH + columns
     tl.store(out + at, y.to(out.dtype.element_ty), mask=there[:, None] & inside)
-    tl.store(statistics + rows, mean, mask=there)
-    tl.store(statistics + count + rows, rstd, mask=there)
+    if weight is not None:
+        tl.store(statistics + rows, mean, mask=there)
+        tl.store(statistics + count + rows, rstd, mask=there)
 
 
 @triton.jit
@@ -238,11 +247,11 @@ def _embedding_long_runs_kernel(
 
 
 def _forward(
-    indices: _Tensors, tables: _Tensors, norm: _Tensors, eps: float, keys: Tensor | None, mask: Mask
+    indices: _Tensors, tables: _Tensors, norm: tuple[Tensor | None, ...], eps: float, keys: Tensor | None, mask: Mask
 ) -> tuple[Tensor, Tensor]:
-    """Return (out (T, D), statistics (2, T) fp32)."""
-    count, width = indices[0].numel(), norm[0].numel()
-    out, statistics = norm[0].new_empty(count, width), norm[0].new_empty(2, count, dtype=torch.float32)
+    """Return (out (T, D), statistics (2, T) fp32). ``norm``: weight and bias, or None twice for the sum alone."""
+    count, width = indices[0].numel(), tables[0].shape[1]
+    out, statistics = tables[0].new_empty(count, width), tables[0].new_empty(2, count, dtype=torch.float32)
     if out.numel():
         launch = Launch.of(width)
         _embedding_forward_kernel[(triton.cdiv(count, launch.rows),)](
@@ -314,6 +323,35 @@ class _Embed(torch.autograd.Function):
         return None, None, None, *d_tables, d_weight, d_bias, None, None, None, None
 
 
+class _EmbedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Tensor) -> Tensor:
+        """Run the kernel. ``arguments`` are those of ``embed_sum``, in the same order."""
+        tensors = tuple(t.contiguous() for t in arguments)
+        indices, tables = tensors[:3], tensors[3:]
+        ctx.save_for_backward(*indices)
+        ctx.rows = tuple(t.shape[0] for t in tables)
+        return _forward(indices, tables, (None, None), 0.0, None, (0, *dropout.kernel_constants(None, 0.0)))[0]
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *table_gradients(d_sum.contiguous(), ctx.saved_tensors, ctx.rows)
+
+
+def embed_sum(*arguments: Tensor) -> Tensor:
+    """Return the sum of the table rows (T, D), in the dtype of the tables.
+
+    ``arguments`` are the first six of ``embed``, which says what is raised.
+    """
+    indices, tables = arguments[:3], arguments[3:]
+    _check(indices, tables)
+    if fused(tables[0]):
+        out: Tensor = _EmbedSum.apply(*arguments)
+        return out
+    return _sum_reference(indices, tables).to(tables[0].dtype)
+
+
 def embed(
     tokens: Tensor,
     segments: Tensor,
@@ -337,15 +375,20 @@ def embed(
     IndexError, and the kernels give NaN.
     """
     indices, tables = (tokens, segments, positions), (token_table, segment_table, position_table)
-    if tokens.dim() != 1 or any(i.shape != tokens.shape or i.dtype != torch.int64 for i in indices):
-        seen = ", ".join(f"{i.dtype} {tuple(i.shape)}" for i in indices)
-        raise ValueError(f"tokens, segments, positions are {seen}; each must be int64 (T,)")
-    rows = (*tables, weight[None], bias[None])
-    if any(t.dim() != 2 or t.shape[1] != weight.numel() or t.dtype != weight.dtype for t in rows):
-        seen = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in rows)
-        raise ValueError(f"tables, weight and bias are {seen}; they must have one width and one dtype")
+    _check(indices, (*tables, weight[None], bias[None]))
     dropout.check_keys(keys, tokens.numel())
     if fused(weight):
         out: Tensor = _Embed.apply(*indices, *tables, weight, bias, eps, dropout_p, keys, site)
         return out
     return dropout.apply(embed_reference(indices, tables, weight, bias, eps), keys, site, dropout_p)
+
+
+def _check(indices: _Tensors, rows: _Tensors) -> None:
+    """``rows``: the tables, and the weight and bias as tables of one row."""
+    first = rows[0]
+    if indices[0].dim() != 1 or any(i.shape != indices[0].shape or i.dtype != torch.int64 for i in indices):
+        seen = ", ".join(f"{i.dtype} {tuple(i.shape)}" for i in indices)
+        raise ValueError(f"tokens, segments, positions are {seen}; each must be int64 (T,)")
+    if any(t.dim() != 2 or t.shape[1] != first.shape[1] or t.dtype != first.dtype for t in rows):
+        seen = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in rows)
+        raise ValueError(f"tables, weight and bias are {seen}; they must have one width and one dtype")

@@ -1,4 +1,4 @@
-"""LayerNorm, alone or fused with what precedes it in a post-LN encoder: a projection's bias, dropout, the residual.
+"""LayerNorm, alone or fused with what precedes it in an encoder: a projection's bias, dropout, the residual.
 
     z = residual + dropout(x + x_bias)
     out = (z - mean(z)) / sqrt(var(z) + eps) * weight + bias       over the last dimension
@@ -6,14 +6,16 @@
 
 All tensors are (T, D), except ``weight``, ``bias`` and ``x_bias``, which are (D,). The sum z and the statistics are
 fp32. The result is returned twice, once for the next projection and once as the next residual, so that backward can
-add their two gradients as it reads them.
+add their two gradients as it reads them. A pre-LN encoder, whose residual is not normalized, takes z as the second
+result; its gradient is added to the one that LayerNorm gives z.
 
 For backward, the kernels keep x, residual, and each row's mean and 1 / standard deviation in fp32. They compute z and
 the dropout mask again. That moves as many bytes as keeping z (3 tensors forward, 5 backward, and one more for a second
-gradient), and z is never rounded. For the gradients of weight, bias and x_bias, each program writes fp32 partial sums,
-and a second kernel adds them in a fixed order. So every result errs by the rounding of its own dtype, and at most twice
-as much as PyTorch's. The projection's bias is added here and not by the matrix product, because backward has the terms
-of its gradient at hand. The reference keeps z, its mean and 1 / standard deviation per row, and the dropout multiplier.
+gradient), and no result is computed from a rounded z. For the gradients of weight, bias and x_bias, each program writes
+fp32 partial sums, and a second kernel adds them in a fixed order. So every result errs by the rounding of its own
+dtype, and at most twice as much as PyTorch's. The projection's bias is added here and not by the matrix product,
+because backward has the terms of its gradient at hand. The reference keeps z, its mean and 1 / standard deviation per
+row, and the dropout multiplier.
 """
 
 from __future__ import annotations
@@ -50,12 +52,14 @@ def dropout_add_layer_norm_reference(
     dropout_p: float,
     keys: Tensor | None,  # (T, 2) int32
     site: int,
-) -> tuple[Tensor, Tensor]:  # (T, D) each, the same tensor
-    """Return LayerNorm(residual + dropout(x + x_bias)) twice, with the sum in fp32."""
+    return_sum: bool,
+) -> tuple[Tensor, Tensor]:  # (T, D) each; the same tensor unless ``return_sum``
+    """Return LayerNorm(z) twice, or with z, for z = residual + dropout(x + x_bias) in fp32."""
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = dropout.apply(z if x_bias is None else z + x_bias, keys, site, dropout_p)
-    out = layer_norm_reference(z if residual is None else residual + z, weight, bias, eps)
-    return out, out
+    z = z if residual is None else residual + z
+    out = layer_norm_reference(z, weight, bias, eps)
+    return out, z.to(x.dtype) if return_sum else out
 
 
 @triton.jit
@@ -88,6 +92,14 @@ def gradient_of_z(
 
 
 @triton.jit
+def _plus(total, tensor, at, mask):
+    """``total`` (M, BLOCK) fp32, plus ``tensor`` (T, D) at these offsets unless it is None."""
+    if tensor is not None:
+        total += tl.load(tensor + at, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def _layer_norm_summed(
     x,  # (T, D)
     x_bias,  # (D,) or None
@@ -113,9 +125,7 @@ def _layer_norm_summed(
         first, second = dropout.row_keys(keys, rows, there, site)
         stays = dropout.kept(first, second, 0, cut, BLOCK)
         z = tl.where(stays, z * gain, 0.0)
-    if residual is not None:
-        z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    return z, stays
+    return _plus(z, residual, at, mask), stays
 
 
 @triton.jit
@@ -127,6 +137,7 @@ def _layer_norm_forward_kernel(
     bias,  # (D,)
     keys,  # (T, 2) int32; None for no dropout
     out,  # (T, D)
+    sums,  # (T, D): z; None if not needed
     statistics,  # (2, T) fp32: means, and 1 / standard deviations
     tokens,  # T
     eps,
@@ -148,6 +159,8 @@ def _layer_norm_forward_kernel(
     z, _ = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, WIDTH, BLOCK)
     unit, mean, rstd = normalised(z, inside, eps, WIDTH)
     tl.store(out + at, (unit * w + b).to(out.dtype.element_ty), mask=mask)
+    if sums is not None:
+        tl.store(sums + at, z.to(sums.dtype.element_ty), mask=mask)
     tl.store(statistics + rows, mean, mask=there)
     tl.store(statistics + tokens + rows, rstd, mask=there)
 
@@ -156,6 +169,7 @@ def _layer_norm_forward_kernel(
 def _layer_norm_backward_kernel(
     d_out,  # (T, D)
     d_again,  # (T, D): a second gradient of the result; None if there is only one
+    d_sum,  # (T, D): a gradient of z; None if there is none
     x,  # (T, D)
     x_bias,  # (D,) or None
     residual,  # (T, D) or None
@@ -186,12 +200,11 @@ def _layer_norm_backward_kernel(
         mask = there[:, None] & inside
         z, stays = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, WIDTH, BLOCK)
         do = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
-        if d_again is not None:
-            do += tl.load(d_again + at, mask=mask, other=0.0).to(tl.float32)
+        do = _plus(do, d_again, at, mask)
         mean = tl.load(statistics + rows, mask=there, other=0.0)
         rstd = tl.load(statistics + tokens + rows, mask=there, other=0.0)
         unit = tl.where(inside, (z - mean[:, None]) * rstd[:, None], 0.0)
-        dz = gradient_of_z(do, unit, w, rstd, WIDTH)
+        dz = _plus(gradient_of_z(do, unit, w, rstd, WIDTH), d_sum, at, mask)
         if d_residual is not None:
             tl.store(d_residual + at, dz.to(d_residual.dtype.element_ty), mask=mask)
         if keys is not None:
@@ -234,23 +247,29 @@ class Launch(NamedTuple):
 Parts = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]  # x, x_bias, residual, weight, bias
 
 
-def _forward(parts: Parts, eps: float, keys: Tensor | None, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return (out (T, D), statistics (2, T) fp32)."""
+def _forward(
+    parts: Parts, eps: float, keys: Tensor | None, mask: Mask, return_sum: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return (out (T, D), z (T, D) or None, statistics (2, T) fp32)."""
     tokens, width = parts[0].shape
     out, statistics = torch.empty_like(parts[0]), parts[0].new_empty(2, tokens, dtype=torch.float32)
+    sums = torch.empty_like(out) if return_sum else None
     if out.numel():
         launch = Launch.of(width)
         _layer_norm_forward_kernel[(triton.cdiv(tokens, launch.rows),)](
-            *parts, keys, out, statistics, tokens, eps, *mask,
+            *parts, keys, out, sums, statistics, tokens, eps, *mask,
             WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
         )  # fmt: skip
-    return out, statistics
+    return out, sums, statistics
 
 
 def _backward(
     d_outs: Sequence[Tensor | None], saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the ``Parts``, in order. ``needed`` says which are needed; the others may be None."""
+    """The gradients of the ``Parts``, in order. ``needed`` says which are needed; the others may be None.
+
+    ``d_outs``: the kernel's d_out, d_again and d_sum.
+    """
     x, x_bias, residual, weight, keys, statistics = saved
     tokens, width = x.shape
     if not x.numel():
@@ -276,23 +295,30 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the kernel. ``arguments`` are those of the reference, in the same order."""
-        *given, eps, dropout_p, keys, site = arguments
+        *given, eps, dropout_p, keys, site, return_sum = arguments
         parts: Any = tuple(None if t is None else t.contiguous() for t in given)
         keys = None if keys is None or dropout_p == 0 else keys.contiguous()
         ctx.mask = site, *dropout.kernel_constants(keys, dropout_p)
-        out, statistics = _forward(parts, eps, keys, ctx.mask)
+        out, sums, statistics = _forward(parts, eps, keys, ctx.mask, return_sum)
         ctx.save_for_backward(*parts[:4], keys, statistics)
         ctx.set_materialize_grads(False)
-        return out, out.view_as(out)  # a view, so that autograd rejects in-place changes
+        ctx.returned_sum = return_sum
+        return out, out.view_as(out) if sums is None else sums  # a view, so that autograd rejects in-place changes
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *d_outs: Tensor | None) -> tuple[Tensor | None, ...]:
         there = [d.contiguous() for d in d_outs if d is not None]  # an unused result has no gradient
         if not there:
-            return (None,) * 9
-        grads = _backward((*there, None)[:2], ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
-        return *grads, None, None, None, None
+            return (None,) * 10
+        if not ctx.returned_sum:
+            towards = (*there, None, None)[:3]
+        elif d_outs[0] is None:
+            towards = torch.zeros_like(there[0]), None, there[0]
+        else:
+            towards = there[0], None, (*there, None)[1]
+        grads = _backward(towards, ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
+        return *grads, None, None, None, None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -311,14 +337,16 @@ def dropout_add_layer_norm(
     dropout_p: float = 0.0,
     keys: Tensor | None = None,
     site: int = 0,
+    return_sum: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm(residual + dropout(x + x_bias)), (T, D), in the dtype of ``x``, as two results that share memory.
 
-    ``residual`` and ``x_bias`` count as zeros if they are None. ``keys`` (T, 2) int32 are the tokens' dropout keys,
-    None for evaluation; ``site`` identifies this dropout. Raises ValueError if shapes or dtypes do not fit.
+    With ``return_sum``, the second result is the sum itself, rounded to the dtype of ``x``. ``residual`` and ``x_bias``
+    count as zeros if they are None. ``keys`` (T, 2) int32 are the tokens' dropout keys, None for evaluation; ``site``
+    identifies this dropout. Raises ValueError if shapes or dtypes do not fit.
     """
     _check(x, x_bias, residual, weight, bias, keys)
-    arguments = x, x_bias, residual, weight, bias, eps, dropout_p, keys, site
+    arguments = x, x_bias, residual, weight, bias, eps, dropout_p, keys, site, return_sum
     if fused(x):
         outs: tuple[Tensor, Tensor] = _LayerNorm.apply(*arguments)
         return outs

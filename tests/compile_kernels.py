@@ -22,7 +22,7 @@ from kernels.attention import attention
 from kernels.backend import triton
 from kernels.bias_gelu import bias_gelu
 from kernels.cross_entropy import cross_entropy
-from kernels.embedding import embed
+from kernels.embedding import embed, embed_sum
 from kernels.flat import Flat, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
@@ -76,12 +76,17 @@ def run_rows() -> None:
     b = draw(1024)
     outs = dropout_add_layer_norm(x, residual, weight, bias, 1e-12, x_bias=b, dropout_p=0.1, keys=keys, site=1)
     torch.autograd.backward((outs[0] + 2 * outs[1]).float().sum())
+    outs = dropout_add_layer_norm(
+        x, residual, weight, bias, 1e-12, x_bias=b, dropout_p=0.1, keys=keys, site=1, return_sum=True
+    )
+    torch.autograd.backward((outs[0] + 2 * outs[1]).float().sum())
     for form in ("none", "tanh"):
         torch.autograd.backward(bias_gelu(draw(8, 4096), draw(4096), form).float().sum())
     index = torch.zeros(8, dtype=torch.int64)
     tables = draw(100, 1024), draw(2, 1024), draw(512, 1024)
     out = embed(index, index, index, *tables, weight, bias, 1e-12, dropout_p=0.1, keys=keys, site=1)
     torch.autograd.backward(out.float().sum())
+    torch.autograd.backward(embed_sum(index, index, index, *tables).float().sum())
     loss, _ = cross_entropy(draw(8, 30528), index, 30522)
     torch.autograd.backward(loss)
 

@@ -22,4 +22,4 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     launches = Counter(line.split()[0] for line in done.stdout.splitlines())
-    assert launches == {"attention": 10, "rows": 20, "optimizers": 17}
+    assert launches == {"attention": 10, "rows": 26, "optimizers": 17}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend, dropout
-from kernels.embedding import embed, table_gradients
+from kernels.embedding import embed, embed_sum, table_gradients
 from kernels.layer_norm import layer_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: on CPUs they are interpreted
@@ -40,6 +41,7 @@ def test_rows_are_added_normalised_and_dropped_in_this_order() -> None:
     tokens, segments, positions, weight, bias = draw()
     added = torch.stack([tokens[a] + segments[b] + positions[c] for a, b, c in zip(*INDICES, strict=True)])
     expected = layer_norm(added, weight, bias, EPS)
+    torch.testing.assert_close(embed_sum(*INDICES, tokens, segments, positions), added)
     torch.testing.assert_close(embedded(draw()), expected)
     torch.testing.assert_close(embedded(draw(), p=0.5), dropout.apply(expected, KEYS, 0, 0.5))
 
@@ -49,6 +51,7 @@ def test_gradients_are_those_of_the_function() -> None:
         return embedded(tensors, p=0.3)
 
     assert torch.autograd.gradcheck(function, draw())
+    assert torch.autograd.gradcheck(partial(embed_sum, *INDICES), draw()[:3])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -59,6 +62,8 @@ def test_what_does_not_fit_is_refused() -> None:
         embed(tokens, segments.int(), positions, *tables, weight, bias, EPS)
     with pytest.raises(ValueError, match=r"\(9, 5\)"):
         embedded([token_table[:, :5], *draw()[1:]])
+    with pytest.raises(ValueError, match=r"\(9, 5\)"):
+        embed_sum(*INDICES, token_table[:, :5], segment_table, position_table)
     with pytest.raises(ValueError, match=r"dropout keys .* must be int32 \(4, 2\)"):
         embed(tokens, segments, positions, *tables, weight, bias, EPS, dropout_p=0.1, keys=KEYS[:3])
     with pytest.raises(IndexError):
@@ -95,13 +100,21 @@ def with_gradients(
     p: float,
     keys: Tensor | None,
 ) -> list[Tensor]:
-    """[output, gradients of the parameters] by a backend, or by ``eager``: PyTorch's own operations."""
+    """[output, gradients of the parameters] by a backend, or by ``eager``: PyTorch's own operations.
+
+    Without weight and bias among the parameters, the output is the sum of the rows.
+    """
     leaves = [t.detach().requires_grad_() for t in parameters]
     if kernels == "eager":
         token, segment, position = (F.embedding(i, t) for i, t in zip(indices, leaves[:3], strict=True))
-        out = F.layer_norm(token + segment + position, leaves[3].shape, leaves[3], leaves[4], EPS)
+        out = token + segment + position
+        if leaves[3:]:
+            out = F.layer_norm(out, leaves[3].shape, leaves[3], leaves[4], EPS)
         if keys is not None:
             out = out * dropout.multiplier(keys, 5, out.shape[1], p, out.dtype)
+    elif not leaves[3:]:
+        with backend.using(kernels):
+            out = embed_sum(*indices, *leaves)
     else:
         with backend.using(kernels):
             a, b, c, weight, bias = leaves
@@ -121,6 +134,12 @@ def check(lengths: list[int], rows: tuple[int, int, int], width: int, dtype: tor
     exact = with_gradients("torch", indices, doubles, towards.double(), p, keys)
     for a, b, c, name in zip(ours, same_dtype, exact, NAMES, strict=True):
         assert_errs_at_most_twice(a, b, c, name)
+    with poisoned_buffers():
+        ours = with_gradients("triton", indices, parameters[:3], towards, p, None)
+    same_dtype = with_gradients("eager", indices, parameters[:3], towards, p, None)
+    exact = with_gradients("torch", indices, doubles[:3], towards.double(), p, None)
+    for a, b, c, name in zip(ours, same_dtype, exact, NAMES[:4], strict=True):
+        assert_errs_at_most_twice(a, b, c, f"the sum's {name}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -59,16 +59,21 @@ def test_dropout_and_residual_come_first(tokens: int, hidden: int) -> None:
     dropped = (x + bias) * dropout.multiplier(keys, 4, hidden, 0.1, x.dtype)
     out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=bias, dropout_p=0.1, keys=keys, site=4)
     torch.testing.assert_close(out, formula(residual + dropped, weight, bias))
+    out, z = dropout_add_layer_norm(
+        x, residual, weight, bias, EPS, x_bias=bias, dropout_p=0.1, keys=keys, site=4, return_sum=True
+    )
+    torch.testing.assert_close((out, z), (formula(residual + dropped, weight, bias), residual + dropped))
     out, _ = dropout_add_layer_norm(x, residual, weight, bias, EPS, dropout_p=0.1)  # evaluation
     torch.testing.assert_close(out, formula(residual + x, weight, bias))
 
 
-def test_gradients_are_those_of_the_function() -> None:
+@pytest.mark.parametrize("return_sum", [False, True])
+def test_gradients_are_those_of_the_function(return_sum: bool) -> None:
     inputs = [t.requires_grad_() for t in draw(4, 6)]
-    keys = keys_of(4)
+    rest: Any = {"dropout_p": 0.3, "keys": keys_of(4), "site": 1, "return_sum": return_sum}
 
     def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=b, dropout_p=0.3, keys=keys, site=1)
+        return dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=b, **rest)
 
     assert torch.autograd.gradcheck(function, [*inputs, inputs[0][0].detach().clone().requires_grad_()])
 
@@ -111,11 +116,18 @@ def inputs_of(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[list[Tensor
 
 
 def with_gradients(
-    kernels: str, inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None, again: Tensor | None = None
+    kernels: str,
+    inputs: list[Tensor],
+    towards: Tensor,
+    p: float,
+    keys: Tensor | None,
+    again: Tensor | None = None,
+    return_sum: bool = False,
 ) -> list[Tensor]:
     """[output, gradients of ``inputs``] by a backend, or by ``eager``: PyTorch's own operations.
 
-    ``again`` is the gradient of the second result, which is the first.
+    ``again`` is the gradient of the second result, which is the first, or with ``return_sum`` the sum. That then ends
+    the list.
     """
     x, residual, weight, bias, *rest = leaves = [t.detach().requires_grad_() for t in inputs]
     x_bias = rest[0] if rest else None
@@ -123,23 +135,28 @@ def with_gradients(
         x = x if x_bias is None else x + x_bias
         if keys is not None:
             x = x * dropout.multiplier(keys, 2, x.shape[1], p, x.dtype)
-        outs = (F.layer_norm(residual + x, weight.shape, weight, bias, EPS),) * 2
+        z = residual + x
+        out = F.layer_norm(z, weight.shape, weight, bias, EPS)
+        outs = out, z if return_sum else out
     else:
         with backend.using(kernels):
-            outs = dropout_add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2)
-    assert outs[0].data_ptr() == outs[1].data_ptr()
+            outs = dropout_add_layer_norm(
+                x, residual, weight, bias, EPS, x_bias=x_bias, dropout_p=p, keys=keys, site=2, return_sum=return_sum
+            )
+    assert (outs[0].data_ptr() == outs[1].data_ptr()) is not (return_sum and outs[0].numel() > 0)
     used = 1 if again is None else 2
-    return [outs[0].detach(), *torch.autograd.grad(outs[:used], leaves, [towards, again][:used])]
+    sums = [outs[1].detach()] if return_sum else []
+    return [outs[0].detach(), *torch.autograd.grad(outs[:used], leaves, [towards, again][:used]), *sums]
 
 
-def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) -> None:
+def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None, return_sum: bool = False) -> None:
     again = towards.flip(1) if len(inputs) == 5 else None
     with poisoned_buffers():
-        ours = with_gradients("triton", inputs, towards, p, keys, again)
-    same_dtype = with_gradients("eager", inputs, towards, p, keys, again)
+        ours = with_gradients("triton", inputs, towards, p, keys, again, return_sum)
+    same_dtype = with_gradients("eager", inputs, towards, p, keys, again, return_sum)
     wide = None if again is None else again.double()
-    exact = with_gradients("torch", [t.double() for t in inputs], towards.double(), p, keys, wide)
-    for a, b, c, name in zip(ours, same_dtype, exact, NAMES[: len(ours)], strict=True):
+    exact = with_gradients("torch", [t.double() for t in inputs], towards.double(), p, keys, wide, return_sum)
+    for a, b, c, name in zip(ours, same_dtype, exact, [*NAMES[: 1 + len(inputs)], "sum"][: len(ours)], strict=True):
         assert_errs_at_most_twice(a, b, c, name)
 
 
@@ -148,13 +165,16 @@ def check(inputs: list[Tensor], towards: Tensor, p: float, keys: Tensor | None) 
 def test_kernels_err_at_most_twice_as_much_as_pytorch(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     inputs, towards, keys = inputs_of(tokens, hidden, dtype)
     check(inputs, towards, 0.1, keys)
+    check(inputs, towards, 0.1, keys, return_sum=True)
     if hidden == 129:  # what falls away does not depend on the shape
         check(inputs, towards, 0.1, None)
+        check(inputs, towards, 0.1, None, return_sum=True)
         check(inputs[:4], towards, 0.1, keys)
 
 
+@pytest.mark.parametrize("return_sum", [False, True])
 @pytest.mark.parametrize("given", range(16))
-def test_what_may_be_absent_is(given: int) -> None:
+def test_what_may_be_absent_is(given: int, return_sum: bool) -> None:
     """The residual, x_bias, keys, and a gradient of the second result."""
     inputs, towards, keys = inputs_of(3, 20, torch.float32)
     found = []
@@ -162,10 +182,12 @@ def test_what_may_be_absent_is(given: int) -> None:
         x, residual, weight, bias, x_bias = leaves = [t.detach().requires_grad_() for t in inputs]
         a, b, c = (t if given >> i & 1 else None for i, t in enumerate((residual, x_bias, keys)))
         with backend.using(kernels):
-            outs = dropout_add_layer_norm(x, a, weight, bias, EPS, x_bias=b, dropout_p=0.3, keys=c, site=2)
+            outs = dropout_add_layer_norm(
+                x, a, weight, bias, EPS, x_bias=b, dropout_p=0.3, keys=c, site=2, return_sum=return_sum
+            )
         used = 1 + (given >> 3)
         torch.autograd.backward(outs[:used], [towards, towards.flip(1)][:used])
-        found.append([outs[0].detach(), *(t.grad for t in leaves if t.grad is not None)])
+        found.append([*(out.detach() for out in outs), *(t.grad for t in leaves if t.grad is not None)])
     torch.testing.assert_close(*found)
 
 
@@ -181,8 +203,9 @@ def test_more_rows_than_programs_take_at_once_and_rows_of_a_program_each(tokens:
 @pytest.mark.parametrize(("tokens", "hidden"), [(32768, 1024), (32767, 768), (1, 1024), (5000, 2000), (300, 16384)])
 def test_kernels_err_at_most_twice_as_much_as_pytorch_on_a_gpu(tokens: int, hidden: int, dtype: torch.dtype) -> None:
     inputs, towards, keys = inputs_of(tokens, hidden, dtype)
-    check(inputs, towards, 0.1, keys)
-    check(inputs, towards, 0.1, None)
+    for return_sum in (False, True):
+        check(inputs, towards, 0.1, keys, return_sum)
+        check(inputs, towards, 0.1, None, return_sum)
 
 
 @pytest.mark.parametrize("p", [0.5, 65535 / 65536])  # the second drops nearly all
@@ -209,6 +232,7 @@ def test_halves_at_the_end_of_their_range_give_finite_results() -> None:
     for t in inputs[:2]:
         t.copy_(torch.where(t > 0.5, 60000.0, -60000.0))  # their sum is beyond fp16
     check(inputs, towards, 0.1, keys)
+    check(inputs, towards, 0.1, keys, return_sum=True)  # the sum is infinite, what it is normalized to is not
     assert all(t.isfinite().all() for t in with_gradients("triton", inputs, towards, 0.1, keys))
 
 
@@ -292,14 +316,28 @@ def test_the_second_result_alone_has_the_gradients_of_the_first() -> None:
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_the_sum_alone_has_the_gradients_of_an_addition(p: float) -> None:
+    inputs, towards, keys = inputs_of(4, 16, torch.float32)
+    x, residual, weight, bias, x_bias = leaves = [t.detach().requires_grad_() for t in inputs]
+    with backend.using("triton"):
+        rest: Any = {"x_bias": x_bias, "dropout_p": p, "keys": keys, "site": 2, "return_sum": True}
+        z = dropout_add_layer_norm(x, residual, weight, bias, EPS, **rest)[1]
+    d_x, d_residual, d_weight, d_bias, d_x_bias = torch.autograd.grad(z, leaves, towards)
+    dropped = dropout.apply(towards, keys, 2, p)
+    torch.testing.assert_close((d_x, d_residual, d_x_bias), (dropped, towards, dropped.sum(0)))
+    assert not d_weight.any() and not d_bias.any()
+
+
 def test_a_result_that_nobody_used_is_not_read_as_zeros() -> None:
     """Its gradient would be another pass over memory: the kernel is given none."""
     (x, residual, weight, bias, _), towards, _ = inputs_of(4, 16, torch.float32)
     with unittest.mock.patch.object(module, "_backward", wraps=module._backward) as backward, backend.using("triton"):
         outs = dropout_add_layer_norm(x.detach().requires_grad_(), residual, weight, bias, EPS)
-        for out in outs:
+        summed = dropout_add_layer_norm(x.detach().requires_grad_(), residual, weight, bias, EPS, return_sum=True)
+        for out in (*outs, summed[0]):
             torch.autograd.backward(out, towards, retain_graph=True)
-    assert [[d is None for d in call.args[0]] for call in backward.call_args_list] == [[False, True]] * 2
+    assert [[d is None for d in call.args[0]] for call in backward.call_args_list] == [[False, True, True]] * 3
 
 
 def test_a_result_whose_memory_another_reads_is_not_changed_in_place() -> None:

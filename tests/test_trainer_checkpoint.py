@@ -403,6 +403,11 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str | None]] = {
     "nothing": (lambda ours: None, None),
     "seed": (lambda ours: ours.update(seed=2), "seed was 1, now 2"),
     "model": (lambda ours: ours["model"].update(heads=4), "model.heads was 2, now 4"),
+    "a key of the model that was not there yet": (lambda ours: ours["model"].update(layer_norm="after"), None),
+    "another model by that key": (
+        lambda ours: ours["model"].update(layer_norm="before"),
+        "model.layer_norm was after, now before",
+    ),
     "shards of a phase that is over": (lambda ours: ours["phases"][0].update(shards="x"), "phases a, b, in this order"),
     "masks of a phase that has begun": (
         lambda ours: ours["phases"][1].update(masks="dynamic"),

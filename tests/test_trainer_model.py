@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForPreTraining, BertModel
+from transformers import BertConfig, BertForPreTraining, BertModel, MegatronBertConfig, MegatronBertForPreTraining
 
 from kernels import backend, dropout
 from trainer.convert.folder import TOLERANCE, padded_logits, random_batch, read_folder
@@ -19,11 +19,14 @@ from trainer.model.batch import IGNORED, MicroBatch
 from trainer.model.bert import VOCAB_MULTIPLE, Bert, ModelConfig
 
 TINY = ModelConfig(layers=2, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=100)
+PRE_LN = replace(TINY, layer_norm="before")
+BOTH = pytest.mark.parametrize("model", [TINY, PRE_LN], ids=["post-LN", "pre-LN"])
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)
 
 
-def hugging_face_config(model: ModelConfig, hidden_act: str = "gelu") -> BertConfig:
-    return BertConfig(
+def hugging_face_model(model: ModelConfig, hidden_act: str = "gelu") -> Any:
+    before = model.layer_norm == "before"
+    config = (MegatronBertConfig if before else BertConfig)(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden,
         num_hidden_layers=model.layers,
@@ -34,6 +37,7 @@ def hugging_face_config(model: ModelConfig, hidden_act: str = "gelu") -> BertCon
         hidden_act=hidden_act,
         initializer_range=0.2,  # large, so that the logits do not drown in their biases
     )
+    return (MegatronBertForPreTraining if before else BertForPreTraining)(config).eval()
 
 
 def select(batch: MicroBatch, sequences: list[int]) -> MicroBatch:
@@ -64,10 +68,12 @@ def keys_of(batch: MicroBatch, seed: int = 1, step: int = 0) -> Tensor:
 # ---- transformers' BERT ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "millions"), [(ModelConfig(), 110), (LARGE, 336)])
+@pytest.mark.parametrize(
+    ("model", "millions"), [(ModelConfig(), 110), (LARGE, 336), (replace(LARGE, layer_norm="before"), 336)]
+)
 def test_parameter_counts_are_transformers(model: ModelConfig, millions: int) -> None:
     with torch.device("meta"):
-        ours, theirs = Bert(model), BertForPreTraining(hugging_face_config(model))
+        ours, theirs = Bert(model), hugging_face_model(model)
     padding = (model.vocab_rows - model.vocab_size) * (model.hidden + 1)  # rows of the table and of the bias
     count = sum(p.numel() for p in ours.parameters()) - padding
     assert count == sum(p.numel() for p in theirs.parameters())
@@ -75,12 +81,13 @@ def test_parameter_counts_are_transformers(model: ModelConfig, millions: int) ->
     assert model.vocab_rows % VOCAB_MULTIPLE == 0
 
 
+@BOTH
 @pytest.mark.parametrize(("gelu", "hidden_act"), [("none", "gelu"), ("tanh", "gelu_pytorch_tanh")])
 @torch.no_grad()
-def test_imported_weights_give_transformers_logits(gelu: str, hidden_act: str) -> None:
-    model = replace(TINY, gelu=gelu)
+def test_imported_weights_give_transformers_logits(model: ModelConfig, gelu: str, hidden_act: str) -> None:
+    model = replace(model, gelu=gelu)
     torch.manual_seed(0)
-    theirs = BertForPreTraining(hugging_face_config(model, hidden_act)).eval()
+    theirs = hugging_face_model(model, hidden_act)
     for parameter in theirs.parameters():  # biases and LayerNorms too
         parameter.add_(torch.randn_like(parameter) * 0.2)
     ours = Bert(model)
@@ -91,11 +98,12 @@ def test_imported_weights_give_transformers_logits(gelu: str, hidden_act: str) -
             assert float((mine - his).abs().max() / his.abs().max()) < TOLERANCE
 
 
+@BOTH
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_imported_weights_get_transformers_gradients(kernels: str) -> None:
+def test_imported_weights_get_transformers_gradients(model: ModelConfig, kernels: str) -> None:
     torch.manual_seed(0)
-    theirs, ours, batch = BertForPreTraining(hugging_face_config(TINY)).eval(), Bert(TINY), random_batch(TINY, 0)
-    ours.load_state_dict(from_hugging_face(theirs.state_dict(), TINY))
+    theirs, ours, batch = hugging_face_model(model), Bert(model), random_batch(model, 0)
+    ours.load_state_dict(from_hugging_face(theirs.state_dict(), model))
     device = torch.device("cuda" if kernels == "triton" and torch.cuda.is_available() else "cpu")
     with backend.using(kernels):
         mine = ours.to(device).logits(batch.to(device))
@@ -105,10 +113,24 @@ def test_imported_weights_get_transformers_gradients(kernels: str) -> None:
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     expected["cls.predictions.decoder.weight"] = expected["bert.embeddings.word_embeddings.weight"]
     expected["cls.predictions.decoder.bias"] = expected["cls.predictions.bias"]
-    for name, gradient in from_hugging_face(expected, TINY).items():
+    for name, gradient in from_hugging_face(expected, model).items():
         bound = 1e-4 * float(gradient.abs().max()) + 1e-5
         found = ours.get_parameter(name).grad
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=bound, msg=name)
+
+
+@BOTH
+def test_kernels_and_reference_agree_with_dropout(model: ModelConfig) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ours, batch, found = Bert(model).to(device), random_batch(model, 2).to(device), []
+    for kernels in ("torch", "triton"):
+        ours.zero_grad()
+        with backend.using(kernels):
+            out = ours(batch, keys_of(batch))
+            (out.mlm_loss + out.nsp_loss).backward()
+        found.append([out.mlm_loss.detach(), *(p.grad for p in ours.parameters() if p.grad is not None)])
+    assert len(found[0]) == 1 + len(list(ours.parameters()))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
@@ -145,9 +167,10 @@ def test_a_sequence_does_not_feel_its_neighbours() -> None:
         torch.testing.assert_close(ours.encode(widened, keys_of(alone)), expected, rtol=1e-12, atol=1e-12)
 
 
+@BOTH
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[7], [2, 0], [1, 3, 4, 5, 6]]])
-def test_losses_and_gradients_with_dropout_do_not_depend_on_the_cut(parts: list[list[int]]) -> None:
-    ours = Bert(TINY).double()
+def test_losses_and_gradients_with_dropout_do_not_depend_on_the_cut(model: ModelConfig, parts: list[list[int]]) -> None:
+    ours = Bert(model).double()
     batch = random_batch(TINY, 5)
 
     def sums(batches: list[MicroBatch]) -> list[Tensor]:
@@ -218,10 +241,11 @@ def test_padding_of_the_vocabulary_is_never_trained() -> None:
     assert not ours.decoder_bias.grad[TINY.vocab_size :].any()
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_near_fp32(dtype: torch.dtype) -> None:
-    batch = random_batch(TINY, 7)
-    exact, near = (Bert(TINY).to(d)(batch, keys_of(batch)) for d in (torch.float32, dtype))
+def test_half_precision_is_near_fp32(model: ModelConfig, dtype: torch.dtype) -> None:
+    batch = random_batch(model, 7)
+    exact, near = (Bert(model).to(d)(batch, keys_of(batch)) for d in (torch.float32, dtype))
     (near.mlm_loss / 50 + near.nsp_loss / 8).backward()
     assert near.mlm_loss.dtype == near.nsp_loss.dtype == torch.float32
     torch.testing.assert_close(near.mlm_loss, exact.mlm_loss, rtol=1e-2, atol=0)

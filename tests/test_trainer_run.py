@@ -232,6 +232,21 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_shards: Path, tmp_path: 
     require_finite("newest", load_weights(found))
 
 
+def test_a_pre_ln_run_resumes_to_the_same_bits_and_as_nothing_else(tiny_shards: Path, tmp_path: Path) -> None:
+    model = {"layer_norm": "before", "layers": 2}
+    weights = []
+    for name, steps in (("whole", [4]), ("resumed", [2, 4])):
+        config = write_config(tmp_path, tiny_shards, 4, model=model, run={"folder": str(tmp_path / name)})
+        for until in steps:
+            code, said = train(config, f"phases.0.steps={until}", "phases.0.power=0")
+            assert code == 0, said
+        weights.append(load_weights(find(tmp_path / name)))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert load_model(find(tmp_path / "whole")).model.layer_norm == "before"
+    code, said = train(config, "model.layer_norm=after", "phases.0.steps=5")
+    assert code == 2 and "belongs to another run (model.layer_norm was before, now after)" in said, said
+
+
 # ---- where it starts -------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,11 @@
-"""Maps the weights of Hugging Face's BERT to ours and back, by name and shape. Pure functions.
+"""Maps the weights of Hugging Face's BERT, or its pre-LN MegatronBert, to ours and back, by name and shape.
 
 Our BERT packs query, key and value into one projection (3D, D), pads the vocabulary, and names parameters without
 modules (``mlp_in_weight``). It has no separate tensor for the tied decoder; an export stores the table once, under the
-token table's name, and transformers ties the decoder to it on loading.
+token table's name, and transformers ties the decoder to it on loading. Pure functions.
+
+Ours names a pre-LN encoder's LayerNorms by what precedes them, MegatronBert by what follows: our ``mlp_norm`` is the
+next layer's ``attention.ln``.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ _LAYER_NAMES = {
     "mlp_out": "output.dense",
     "mlp_norm": "output.LayerNorm",
 }
+_ENCODER_NORMS = ("embedding_norm", "attention_norm", "mlp_norm")  # MegatronBert has other names for these
 _HEADS = {"pooler": "pooler", "mlm": "MLM head", "decoder": "MLM head", "nsp": "NSP head"}
 _PADDED = ("token_table", "decoder_bias")  # vocab_rows here, vocab_size there
 _TIED = {
@@ -52,7 +56,7 @@ def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig, fillers: int
     _check_shapes(weights, model)
     out = {}
     for name, tensor in weights.items():
-        targets = _hugging_face_names(name)
+        targets = _hugging_face_names(name, model)
         parts = tensor.chunk(3) if len(targets) == 3 else (tensor,)  # (3D, ...) -> q, k, v of (D, ...)
         for target, part in zip(targets, parts, strict=True):
             out[target] = part[: model.vocab_size] if name in _PADDED else part
@@ -86,7 +90,8 @@ def from_hugging_face(tensors: dict[str, Tensor], model: ModelConfig) -> dict[st
             raise TrainerError(f"{name} differs from {partner}; Lambert's BERT ties the two")
     out = {}
     for name, shape in _shapes(model).items():
-        sources = [tensors[source] for source in _hugging_face_names(name) if source in tensors]
+        theirs = _hugging_face_names(name, model)
+        sources = [tensors[source] for source in theirs if source in tensors]
         if sources:
             tensor = torch.cat(sources)
             if name in _PADDED and tensor.shape[0] == model.vocab_size:
@@ -94,10 +99,10 @@ def from_hugging_face(tensors: dict[str, Tensor], model: ModelConfig) -> dict[st
                 tensor = torch.cat([tensor, padding])
             out[name] = tensor
         elif _head(name) is None:
-            raise TrainerError(f"there is no tensor {_hugging_face_names(name)[0]}; is this the folder of a BERT?")
+            raise TrainerError(f"there is no tensor {theirs[0]}; is this the folder of a BERT?")
         if name in out and out[name].shape != shape:
             seen, fit = tuple(out[name].shape), tuple(shape)
-            raise TrainerError(f"{_hugging_face_names(name)[0]}: {name} is {seen}, but the model's is {fit}")
+            raise TrainerError(f"{theirs[0]}: {name} is {seen}, but the model's is {fit}")
     return out
 
 
@@ -109,22 +114,31 @@ def missing_heads(weights: dict[str, Tensor], model: ModelConfig) -> list[str]:
 
 def unused_names(tensors: dict[str, Tensor], model: ModelConfig) -> list[str]:
     """The names that ``from_hugging_face`` ignores, such as the heads of other tasks."""
-    used = {target for name in _shapes(model) for target in _hugging_face_names(name)} | _TIED.keys()
+    used = {target for name in _shapes(model) for target in _hugging_face_names(name, model)} | _TIED.keys()
     return sorted(n for n in _modern_names(tensors).keys() - used if not n.endswith("position_ids"))
 
 
-def _hugging_face_names(name: str) -> list[str]:
-    """A parameter's name in Hugging Face's BERT, or three (query, key, value) for the packed projection."""
+def _hugging_face_names(name: str, model: ModelConfig) -> list[str]:
+    """A parameter's name in Hugging Face's model, or three (query, key, value) for the packed projection."""
     if name in _NAMES:
         return [_NAMES[name]]
-    prefix, names = "", _NAMES
+    prefix, names, number = "", _NAMES, "-1"
     if name.startswith("layers."):
         _, number, name = name.split(".")
         prefix, names = f"bert.encoder.layer.{number}.", _LAYER_NAMES
     stem, _, kind = name.rpartition("_")  # "mlp_in", "weight"
+    if stem in _ENCODER_NORMS and model.layer_norm == "before":
+        return [f"{_megatron_norm(stem, int(number), model)}.{kind}"]
     if stem == "qkv":
         return [f"{prefix}attention.self.{part}.{kind}" for part in ("query", "key", "value")]
     return [f"{prefix}{names[stem]}.{kind}"]
+
+
+def _megatron_norm(stem: str, number: int, model: ModelConfig) -> str:
+    """MegatronBert's name of a LayerNorm of layer ``number``, or of the embeddings' (-1)."""
+    if stem == "attention_norm":
+        return f"bert.encoder.layer.{number}.ln"
+    return "bert.encoder.ln" if number + 1 == model.layers else f"bert.encoder.layer.{number + 1}.attention.ln"
 
 
 def _modern_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

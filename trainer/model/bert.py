@@ -1,7 +1,14 @@
-"""BERT (Devlin et al., 2019) over unpadded micro-batches: embeddings, post-LN encoder, MLM and NSP heads.
+"""BERT (Devlin et al., 2019) over unpadded micro-batches: embeddings, encoder, MLM and NSP heads.
 
 One row of T tokens goes through the whole model. Only attention looks across tokens, and it keeps sequences separate.
 The MLM head sees only the P masked positions, and the pooler only the first token of each sequence.
+
+A sum is the embeddings or a sublayer's output added to the residual. With ``layer_norm: after`` (post-LN), the next
+sublayer gets LayerNorm(sum), and adds its output to that. With ``before`` (pre-LN; Xiong et al., "On Layer
+Normalization in the Transformer Architecture", 2020, figure 1), it adds its output to the sum itself, and the last sum
+is normalized as well. So both have the same parameters and the same kernels, but a checkpoint of one is no model of the
+other. A pre-LN sum is rounded to the model's dtype once for each sublayer, by at most half a unit in its last place.
+The roundings add up over a model's 2 * layers sublayers, and the sum is not bounded as a normalized residual is.
 
 A module owns the parameters that its ``forward`` uses directly, without submodules, so that ZeRO-3 gathers and frees a
 whole layer at a time.
@@ -23,7 +30,7 @@ from data_prep.tokenizer import MOST_PIECES
 from kernels.attention import attention
 from kernels.bias_gelu import APPROXIMATIONS, bias_gelu
 from kernels.cross_entropy import cross_entropy
-from kernels.embedding import embed
+from kernels.embedding import embed, embed_sum
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from trainer.bounds import ABOVE_0, outside
 from trainer.model.batch import IGNORED, GlobalCounts, MicroBatch, Rows
@@ -52,6 +59,8 @@ class ModelConfig:
     dropout: float = 0.1  # dropout of the embeddings and of each sublayer's output
     attention_dropout: float = 0.1  # dropout of the attention weights
     layer_norm_eps: float = 1e-12  # added to the variance in LayerNorm
+    # where a sublayer normalizes: after adding its output to the residual, as BERT does, or before its first projection
+    layer_norm: Literal["after", "before"] = "after"
     gelu: str = "none"  # none: the exact GELU; tanh: its approximation
     initializer_range: float = 0.02  # standard deviation of the initial weights
     # initial bias of the MLM decoder: zero, or the log of the unigram distribution of the first phase's shards
@@ -108,7 +117,10 @@ class Output(NamedTuple):
 
 
 class Layer(nn.Module):
-    """One encoder layer: self-attention and a two-layer MLP, each followed by dropout, residual and LayerNorm."""
+    """One encoder layer: self-attention and a two-layer MLP, each followed by dropout, residual and LayerNorm.
+
+    In a pre-LN encoder, that LayerNorm belongs to the next sublayer. It is here because it is fused with the residual.
+    """
 
     def __init__(self, model: ModelConfig, number: int) -> None:
         super().__init__()
@@ -131,10 +143,17 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, batch: Rows, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Apply the layer to (T, D). ``keys``: (T, 2) int32, or None for no dropout.
 
-        ``x`` and ``residual`` have the same values but separate gradients, and so do the two results.
+        ``x`` and ``residual`` have separate gradients, and so do the two results. In a post-LN encoder both have the
+        same values; in a pre-LN encoder, ``x`` is LayerNorm(residual).
         """
         model, site = self.model, self.site
-        add = partial(dropout_add_layer_norm, eps=model.layer_norm_eps, dropout_p=model.dropout, keys=keys)
+        add = partial(
+            dropout_add_layer_norm,
+            eps=model.layer_norm_eps,
+            dropout_p=model.dropout,
+            keys=keys,
+            return_sum=model.layer_norm == "before",
+        )
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias)  # (T, 3D)
         qkv = qkv.view(-1, 3, model.heads, model.hidden // model.heads)  # (T, 3, N, H)
         mixed = attention(
@@ -197,19 +216,14 @@ class Encoder(nn.Module):
         if batch.max_seqlen > model.max_positions:
             seen = f"max_seqlen is {batch.max_seqlen}"
             raise ValueError(f"{seen}; the model has {model.max_positions} positions")
-        x = residual = embed(
-            batch.tokens,
-            batch.segments,
-            batch.positions,
-            self.token_table,
-            self.segment_table,
-            self.position_table,
-            self.embedding_norm_weight,
-            self.embedding_norm_bias,
-            model.layer_norm_eps,
-            dropout_p=model.dropout,
-            keys=keys,
-        )  # (T, D)
+        indices = batch.tokens, batch.segments, batch.positions
+        tables = self.token_table, self.segment_table, self.position_table
+        norm = self.embedding_norm_weight, self.embedding_norm_bias, model.layer_norm_eps
+        if model.layer_norm == "before":
+            z = embed_sum(*indices, *tables)  # (T, D)
+            x, residual = dropout_add_layer_norm(z, None, *norm, dropout_p=model.dropout, keys=keys, return_sum=True)
+        else:
+            x = residual = embed(*indices, *tables, *norm, dropout_p=model.dropout, keys=keys)  # (T, D)
         for layer in self.layers:
             x, residual = layer(x, residual, batch, keys)
         return x
