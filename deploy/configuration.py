@@ -56,6 +56,10 @@ def keys(section: Any) -> Iterator[Key]:
         if dataclasses.is_dataclass(hint):
             yield from (key._replace(name=f"{field.name}.{key.name}") for key in keys(hint))
             continue
+        if get_origin(hint) is tuple and dataclasses.is_dataclass(item := get_args(hint)[0]):
+            yield Key(field.name, "list", default(field), "", meanings.get(field.name, ""))
+            yield from (key._replace(name=f"{field.name}.0.{key.name}") for key in keys(item))
+            continue
         yield Key(field.name, kind(hint), default(field), ranges.get(field.name, ""), meanings.get(field.name, ""))
 
 

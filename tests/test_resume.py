@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,66 @@ def test_other_ranks_and_stages_go_on_with_the_same_samples(config: dict[str, An
     assert [[r["step"], r["position"], r["tokens"]] for r in taken] == [
         [r["step"], r["position"], r["tokens"]] for r in expected
     ]
+    for ours, theirs in list(zip(taken, expected, strict=True))[:50]:
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+
+
+# ---- a growing batch -----------------------------------------------------------------------------------------
+
+GROWTH = [{"steps": 6, "global_batch": 16}, {"steps": 5, "global_batch": 30}]  # it grows after steps 6 and 11
+GROWN = [16] * 6 + [30] * 5 + [BATCHES[0]] * (STEPS[0] - 11) + [BATCHES[1]] * STEPS[1]
+
+
+@pytest.fixture(scope="module")
+def growing(config: dict[str, Any]) -> dict[str, Any]:
+    first, second = config["phases"]
+    return {**config, "phases": [{**first, "micro_batch": 5, "batch_warmup": GROWTH}, second]}
+
+
+@pytest.fixture(scope="module")
+def unbroken(growing: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """A run with a growing batch that nobody stops."""
+    whole = straight(growing, tmp_path_factory.mktemp("unbroken"), 2, 1)
+    taken, samples = lines(whole.run), whole.samples()
+    assert [record["batch"] for record in taken] == GROWN
+    assert [record["samples"] for record in taken] == list(accumulate(GROWN))
+    read = [number for step in sorted(samples) for number, _ in samples[step]]
+    assert read == list(range(sum(GROWN)))  # both phases read the same shards: every sample once, none left out
+    return whole
+
+
+def test_stops_and_kills_around_its_growth_change_nothing(
+    growing: dict[str, Any], unbroken: Life, tmp_path: Path
+) -> None:
+    """Stopped a step before the batch grows, as it does, and a step later; then killed around the next growth."""
+    stops = [Aim(signal.SIGTERM, 1, step - 1, "window") for step in (5, 6, 7)]
+    kills = [Aim(signal.SIGKILL, 0, 10, "window"), Aim(signal.SIGKILL, 1, 11, "window", True)]
+    kills += [Aim(signal.SIGKILL, 0, 12, "save", True), Aim(signal.SIGKILL, 0, 13, "window")]
+    lives = [Life(growing, tmp_path, 2, 0, 1, stops[0])]
+    lives[0].end()
+    for number, aim in enumerate([*stops[1:], *kills], 1):
+        lives.append(Life(growing, tmp_path, 2, number, 1, aim))
+        assert set(lives[-1].end()) & {75, -signal.SIGKILL}, lives[-1].output
+    lives.append(Life(growing, tmp_path, 2, len(lives), 1))
+    assert lives[-1].end() == [0, 0], lives[-1].output
+    for step, life in zip((5, 6, 7), lives[1:], strict=False):
+        assert f"at step {step}\n" in life.output
+    assert_same_steps(lives, unbroken)
+    assert_same_weights(lives[-1].run, unbroken.run)
+
+
+def test_other_ranks_take_the_same_growing_batches(growing: dict[str, Any], unbroken: Life, tmp_path: Path) -> None:
+    lives = []
+    for number, (size, stage, stop) in enumerate([(3, 2, 6), (1, 0, 11), (2, 3, sum(STEPS))]):
+        aims = [Aim(signal.SIGTERM, size - 1, stop - 1, "window")] if number < 2 else []
+        lives.append(Life(growing, tmp_path, size, number, stage, *aims))
+        assert set(lives[-1].end()) == {75 if aims else 0}, lives[-1].output
+        assert json.loads((lives[-1].run / "ended.json").read_text())["step"] == stop
+    samples, begun = unbroken.samples(), [life.samples() for life in lives]
+    assert sorted(step for life in begun for step in life) == sorted(samples)
+    assert all(life[step] == samples[step] for life in begun for step in life)
+    taken, expected = lines(lives[-1].run), lines(unbroken.run)
+    assert [record["batch"] for record in taken] == GROWN
     for ours, theirs in list(zip(taken, expected, strict=True))[:50]:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 

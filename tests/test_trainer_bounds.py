@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_STEPS, outside
 from trainer.data.order import Order, deal, largest_window
 from trainer.engine.engine import deepspeed_config
-from trainer.engine.schedule import Phase, batch_of, batch_problems, learning_rate, resolve
+from trainer.engine.schedule import BatchStage, Phase, batch_at, batch_of, batch_problems, learning_rate, resolve
 from trainer.errors import TrainerError
 from trainer.run.config import Config, load
 from trainer.strict_yaml import DEEPEST, LARGEST, parse_yaml
@@ -39,6 +39,7 @@ VALID: dict[str, Any] = {
             "learning_rate": 1e-4,
             "global_batch": 64,
             "micro_batch": 8,
+            "batch_warmup": [{"steps": 2, "global_batch": 32}],
         }
     ],
 }
@@ -95,6 +96,7 @@ def plan(config: Config) -> None:
             continue
         for step in (1, max(1, runs.warmup_steps), runs.steps // 2 + 1, runs.steps):
             assert 0 <= learning_rate(runs, step) <= 200
+            assert batch_at(runs, step, RANKS)[0] <= global_batch
         picks = order.take(0, global_batch)
         parts = deal(np.full(len(picks), phase.sequence_length), RANKS * micro_batches)
         assert sum(map(len, parts)) == global_batch
@@ -210,6 +212,9 @@ def test_a_batch_fits_its_ranks_and_shards() -> None:
     [parts] = batch_problems(Phase("a", "s", 128, 5, 1e-4, 2**17, accumulation=2**16), 4, 10**6)
     assert parts.startswith("accumulation: it gives 262,144 micro-batches per step on 4 rank(s): must be 131,072 or le")
     [tokens] = batch_problems(Phase("a", "s", 2**16, 5, 1e-4, 2**15, accumulation=1), 1, 10**6)
+    assert tokens.startswith("micro_batch: one may have 2,147,483,648 tokens on 1 rank(s): must be under 2,147,483,648")
+    small = Phase("a", "s", 2**16, 5, 1e-4, 2**15 + 2, 2**15, batch_warmup=(BatchStage(1, 2**15),))
+    [tokens] = batch_problems(small, 1, 10**6)  # in its first step; the others have two micro-batches of half the size
     assert tokens.startswith("micro_batch: one may have 2,147,483,648 tokens on 1 rank(s): must be under 2,147,483,648")
     [passes] = batch_problems(Phase("a", "s", 128, 5, 1e-4, 1000, accumulation=1), 1, 9)
     assert passes.startswith(

@@ -394,7 +394,10 @@ def record() -> tuple[dict[str, Any], tuple[Phase, ...]]:
     phases = tuple(Phase(name, "shards", 32, 100, 0.1, global_batch=8, micro_batch=4) for name in "abc")
     identity = {
         **{"seed": 1, "shuffle_window": 8, "optimizer": "lamb", "model": {"hidden": 16, "heads": 2}},
-        "phases": [{"name": n, "shards": f"hash of {n}", "masks": "static", "global_batch": 8} for n in "abc"],
+        "phases": [
+            {"name": n, "shards": f"hash of {n}", "masks": "static", "global_batch": 8, "batch_warmup": [[60, 4]]}
+            for n in "abc"
+        ],
     }
     return {"identity": identity, "state": {"phase": 1, "phase_step": 50}}, phases
 
@@ -422,6 +425,18 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str | None]] = {
         "global batch of phase b was 8, now 4",
     ),
     "batch of a phase that is over": (lambda ours: ours["phases"][0].update(global_batch=4), None),
+    "warm-up of a batch that grows": (
+        lambda ours: ours["phases"][1].update(batch_warmup=[[30, 2], [60, 4]]),
+        "batch_warmup of phase b was 60 steps of 4, now 30 steps of 2, 60 steps of 4",
+    ),
+    "no warm-up of a batch that grows": (
+        lambda ours: ours["phases"][1].update(batch_warmup=[]),
+        "batch_warmup of phase b was 60 steps of 4, now not set",
+    ),
+    "warm-up of a batch that has grown in a phase that is over": (
+        lambda ours: ours["phases"][0].update(batch_warmup=[]),
+        None,
+    ),
     "a later phase": (lambda ours: ours["phases"][2].update(name="d", shards="x", masks="dynamic"), None),
     "no later phase": (lambda ours: ours["phases"].pop(), None),
     "a phase that has begun": (lambda ours: ours.update(phases=ours["phases"][:1]), "phases a, b, in this order"),
@@ -444,9 +459,20 @@ def test_a_resume_refuses_what_would_break_it_and_nothing_else(
     assert "\n" not in str(error.value)
 
 
+def test_a_checkpoint_from_before_batch_warm_up_resumes(record: tuple[dict[str, Any], tuple[Phase, ...]]) -> None:
+    saved, phases = record
+    ours = json.loads(json.dumps(saved["identity"]))
+    for phase in saved["identity"]["phases"]:
+        del phase["batch_warmup"]
+    with pytest.raises(TrainerError, match="batch_warmup of phase b was not set, now 60 steps of 4"):
+        require_same_run(saved, ours, phases, Path("step"))
+    ours["phases"][1]["batch_warmup"] = []
+    require_same_run(saved, ours, phases, Path("step"))
+
+
 def test_a_phase_that_is_over_may_have_had_any_batch(record: tuple[dict[str, Any], tuple[Phase, ...]]) -> None:
     """Its checkpoint was saved at its last step, and other ranks make another batch of what it states."""
     saved, phases = record
     ours = json.loads(json.dumps(saved["identity"]))
-    ours["phases"][1]["global_batch"] = 4
+    ours["phases"][1] |= {"global_batch": 4, "batch_warmup": []}
     require_same_run(saved, ours, (phases[0], replace(phases[1], steps=50), phases[2]), Path("step"))

@@ -40,7 +40,7 @@ def test_a_fitting_run_opens(tiny_shards: Path, tiny_model: ModelConfig) -> None
     [data] = open_phases(config(tiny_model, phase(tiny_shards, heldout=str(tiny_shards))), WORLD)
     sizes = tuple(shard.samples for shard in load_manifest(tiny_shards).shards)
     assert (data.order.sizes, data.order.seed, data.order.window) == (sizes, 4, 2) and len(sizes) == 5
-    assert (data.global_batch, data.micro_batches) == (10, 2)
+    assert data.batch(0) == (10, 2)
     assert (data.loader.rank, data.loader.ranks) == (1, 3) and data.heldout is not None
     assert data.loader.masks is data.heldout.masks is None
 

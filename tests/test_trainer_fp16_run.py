@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ SCALES = (
 NUMBERS = ("step", "applied", "loss_scale", "position", "samples", "learning_rate", "loss", "gradient_norm")
 
 
-def train(folder: Path, shards: Path, *aims: Aim) -> list[int]:
+def train(folder: Path, shards: Path, *aims: Aim, sets: tuple[str, ...] = ()) -> list[int]:
     """The exit codes of two ranks."""
     folder.mkdir(exist_ok=True)
     config = write_config(
@@ -37,7 +38,7 @@ def train(folder: Path, shards: Path, *aims: Aim) -> list[int]:
         checkpoint={"every_steps": 100},
         metrics={"log_every_steps": 1},
     )
-    sets = (WARM_UP, f"phases.0.heldout={shards}", "evaluation.every_steps=6", f"run.folder={folder / 'run'}")
+    sets += (WARM_UP, f"phases.0.heldout={shards}", "evaluation.every_steps=6", f"run.folder={folder / 'run'}")
     options = [word for one in sets for word in ("--set", one)]
     told = json.dumps([asdict(aim) for aim in aims])
     forked = ranks.fork(
@@ -79,3 +80,15 @@ def test_stops_after_steps_that_were_skipped_change_nothing(straight: Path, tiny
     assert train(tmp_path, tiny_shards) == [0, 0]
     ours, theirs = ([[line[n] for n in NUMBERS] for line in lines(f / "run", "step")] for f in (tmp_path, straight))
     assert ours == theirs
+
+
+def test_a_skipped_step_does_not_end_a_batch_warm_up(tiny_shards: Path, tmp_path: Path) -> None:
+    """Attempts 0, 2 and 3 are skipped: four applied steps of 10 and 20 take seven attempts, before and after a stop."""
+    grows = "phases.0.batch_warmup=[{steps: 1, global_batch: 10}, {steps: 3, global_batch: 20}]"
+    assert train(tmp_path, tiny_shards, Aim(signal.SIGTERM, 1, 2, "window"), sets=(grows,)) == [75, 75]
+    assert train(tmp_path, tiny_shards, sets=(grows,)) == [0, 0]
+    taken = lines(tmp_path / "run", "step")
+    assert [line["applied"] for line in taken] == [attempt not in SKIPPED for attempt in range(len(taken))]
+    batches = [10] * 2 + [20] * 5 + [30] * 5
+    assert [line["batch"] for line in taken] == batches
+    assert [line["position"] for line in taken] == list(accumulate(batches))

@@ -54,7 +54,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def metrics(folder: Path, config: MetricsConfig = QUIET) -> Metrics:
-    subject = Subject("tests", folder, TINY, target_steps=1000, checkpoint_steps=50, clipping=5.0)
+    subject = Subject("tests", folder, TINY, target_steps=1000, target_samples=8000, checkpoint_steps=50, clipping=5.0)
     return Metrics(config, subject, ALONE, Stopwatch(ALONE.device))
 
 
@@ -236,6 +236,19 @@ def test_heldout_figures_and_checkpoints_are_published(tmp_path: Path, capsys: p
     figures = {"step": 7, "seconds": 1.5, "stall_seconds": 0.5, "bytes": 1000, "time": 1.7e9}
     assert checkpoint == {"event": "checkpoint", **figures}
     assert "step 7/1000  held-out mlm_loss 3.500" in capsys.readouterr().out
+
+
+def test_the_time_left_is_that_of_the_samples_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps of 8 samples took 4 s each: the other 8,000 samples take 4,000 s, in however many steps."""
+    told = metrics(tmp_path, replace(QUIET, log_every_steps=2, print_seconds=0))
+    told.subject = replace(told.subject, target_steps=12, target_samples=8016)
+    clock = iter([4.0, 8.0, 8.0])
+    told._clock = 0.0
+    monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(clock))
+    train(told, 2)
+    assert "left 66:40" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_failed_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,16 @@ SPENT = {"start": 100.0, "productive": 3400.0, "evaluation": 100.0}
 def found(tiny_shards: Path, tmp_path: Path) -> Checkpoint:
     """Step 15 of a run of two phases of 10 steps, which went on to step 20 in a second attempt."""
     tree = to_tree(load(write_config(tmp_path, tiny_shards, 10), ["optimizer.name=adam"]))
+    grows = [{"steps": 2, "global_batch": 10}, {"steps": 3, "global_batch": 20}]
+    tree["phases"] = [{**tree["phases"][0], "batch_warmup": grows}]
     tree["phases"].append(
-        {**tree["phases"][0], "name": "second", "train": str(tmp_path / "gone"), "sequence_length": 16}
+        {
+            **tree["phases"][0],
+            "batch_warmup": [],
+            "name": "second",
+            "train": str(tmp_path / "gone"),
+            "sequence_length": 16,
+        }
     )
     phases = [{"shards": manifest_hash(tiny_shards), "global_batch": 30}, {"shards": "f" * 64, "global_batch": 60}]
     state = asdict(TrainState(step=15, phase=1, phase_step=5, samples=600, tokens=18_000, skipped=2, restarts=1))
@@ -88,7 +96,7 @@ def test_it_tells_data_recipe_figures_and_time(found: Checkpoint, tiny_shards: P
     assert (
         f"**second**, sequences of up to 16 tokens: shards whose manifest has sha256 `{'f' * 64}`; it was not" in text
     )
-    assert "| only | 32 | 10 of 10 | 30 | 0.01 | 0 | polynomial, power 1 |" in text
+    assert "| only | 32 | 10 of 10 | 10 → 20 → 30 | 0.01 | 0 | polynomial, power 1 |" in text
     assert "| second | 16 | 5 of 10 | 60 | 0.01 | 0 | polynomial, power 1 |" in text
     assert "optimizer: adam (beta1 0.9" in text and "precision fp16" in text and "2 steps skipped, 1 restart" in text
     assert "step 15, after 600 sequences and 18,000 tokens" in text

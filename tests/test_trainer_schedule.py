@@ -15,7 +15,7 @@ from ranks import finish, fork
 from runs import write_config
 
 from data_prep.manifest import load_manifest
-from trainer.engine.schedule import Phase, batch_of, learning_rate, resolve
+from trainer.engine.schedule import BatchStage, Phase, batch_at, batch_of, learning_rate, resolve, samples_in
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
 from trainer.ranks.world import World
@@ -165,6 +165,73 @@ def test_rates_grow_with_the_root_of_the_batch() -> None:
     assert resolve(replace(stated, reference_batch=32768), 32768, 1) == stated
 
 
+GROWING = Phase(
+    "grows", "shards", 128, 20, 0.1, 100, 8, batch_warmup=(BatchStage(3, 10), BatchStage(4, 40)), warmup_steps=5
+)
+
+
+def test_the_batch_grows_in_its_stages_and_the_micro_batches_follow() -> None:
+    assert GROWING.problems() == []
+    grown = [batch_at(GROWING, step, 2) for step in range(1, 21)]
+    assert grown == [(10, 1)] * 3 + [(40, 3)] * 4 + [(100, 7)] * 13  # micro-batches of at most 8 on each of two ranks
+    assert {batch_at(GROWING, step, 16) for step in (1, 20)} == {(10, 1), (100, 1)}
+    assert [samples_in(GROWING, steps, 100) for steps in (0, 2, 3, 5, 7, 9)] == [0, 20, 30, 110, 190, 390]
+
+
+def test_a_growing_batch_leaves_the_rate_alone() -> None:
+    steady = replace(GROWING, batch_warmup=())
+    assert [learning_rate(GROWING, n) for n in range(1, 21)] == [learning_rate(steady, n) for n in range(1, 21)]
+    ours, theirs = (resolve(replace(each, reference_batch=25), 100, 1) for each in (GROWING, steady))
+    assert ours.learning_rate == theirs.learning_rate == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "steps"), [(1, 1), (30, 3), (31, 4), (190, 7), (191, 8), (290, 8), (291, 9), (1490, 20)]
+)
+def test_a_length_in_samples_counts_the_smaller_steps(samples: int, steps: int) -> None:
+    for stated in ({"samples": samples}, {"epochs": samples / 1000}):
+        runs = resolve(replace(GROWING, steps=0, warmup_steps=0, **stated), 100, 1000)
+        assert runs.steps == steps and samples_in(runs, steps, 100) >= samples > samples_in(runs, steps - 1, 100)
+        assert bool(runs.problems()) == (steps <= 7)  # no step would have the whole batch
+
+
+@pytest.mark.parametrize(
+    ("stated", "messages"),
+    [
+        (
+            {"batch_warmup": (BatchStage(3, 40), BatchStage(4, 40)), "global_batch": 30},
+            ["batch_warmup: the batches up to global_batch are 40, 40, 30: each must exceed the one before"],
+        ),
+        (
+            {"batch_warmup": (BatchStage(1, 100),)},
+            ["batch_warmup: the batches up to global_batch are 100, 100: each must exceed the one before"],
+        ),
+        (
+            {"steps": 7},
+            [
+                "batch_warmup takes 7 steps, but the phase has only 7: shorten it, so that steps with global_batch "
+                "follow"
+            ],
+        ),
+        (
+            {"micro_batch": None, "accumulation": 5},
+            ["batch_warmup needs global_batch and micro_batch: set these two, and not accumulation"],
+        ),
+        (
+            {"global_batch": None, "accumulation": 5, "batch_warmup": (BatchStage(30, 2), BatchStage(2, 1))},
+            [
+                "batch_warmup needs global_batch and micro_batch: set these two, and not accumulation",
+                "batch_warmup: the batches up to global_batch are 2, 1: each must exceed the one before",
+                "batch_warmup takes 32 steps, but the phase has only 20: shorten it, so that steps with global_batch "
+                "follow",
+            ],
+        ),
+    ],
+)
+def test_a_batch_that_cannot_grow_is_refused(stated: dict[str, int], messages: list[str]) -> None:
+    assert replace(GROWING, **stated).problems() == messages  # type: ignore[arg-type]
+
+
 def opened(model: ModelConfig, *phases: Phase) -> list[PhaseData]:
     world = World(1, 3, 1, 3, torch.device("cpu"))
     return open_phases(Config(RunConfig("r", "unused"), model, phases), world)
@@ -176,6 +243,12 @@ def test_phases_open_with_their_length_in_steps(tiny_shards: Path, tiny_model: M
     one, two = opened(tiny_model, base, replace(base, name="b", epochs=None, samples=100, reference_batch=6))
     assert (one.global_batch, one.phase) == (24, replace(base, epochs=None, steps=math.ceil(2.5 * samples / 24)))
     assert two.phase == replace(base, name="b", epochs=None, steps=5, learning_rate=0.02)
+    grows = replace(base, accumulation=None, global_batch=24, batch_warmup=(BatchStage(4, 6), BatchStage(2, 12)))
+    [three] = opened(tiny_model, replace(grows, epochs=None, samples=100))
+    assert (three.global_batch, three.phase.steps) == (24, 9)  # 24 + 24 + 3 * 24 samples
+    assert [three.batch(taken) for taken in (0, 3, 4, 5, 6, 8)] == [(6, 1)] * 2 + [(12, 1)] * 2 + [(24, 2)] * 2
+    with pytest.raises(TrainerError, match=r"phases\.0\.batch_warmup takes 6 steps, but the phase has only 5"):
+        opened(tiny_model, replace(grows, epochs=None, samples=36))
     long = replace(base, warmup_steps=60)
     with pytest.raises(TrainerError) as error:
         opened(tiny_model, long, replace(long, name="b", epochs=1))

@@ -28,6 +28,7 @@ from trainer.checkpoint.reading import Checkpoint, newest
 from trainer.checkpoint.saving import stuck_saves
 from trainer.checkpoint.state import TrainState
 from trainer.convert.weights import fitting
+from trainer.engine.schedule import samples_in
 from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.model.bert import Bert
@@ -71,11 +72,20 @@ def _try_all(config: Config, phases: list[PhaseData], world: World, hosts: Path 
     if world.is_main:
         seconds = time.perf_counter() - began
         say(f"{world.size} rank(s) met in {seconds:.1f} s, with the same code, versions, configuration and shards")
+        for data in phases:
+            _say_phase(data)
     _say_node(world)
     _share(config, world)
     together(lambda: _foresee(config, phases) if world.is_main else None, world)
     together(lambda: _try_port(config) if world.is_local_main else None, world)
     _time_sum(world)
+
+
+def _say_phase(data: PhaseData) -> None:
+    phase = data.phase
+    stages = "".join(f"{stage.steps:,} steps of {stage.global_batch:,}, then " for stage in phase.batch_warmup)
+    samples = samples_in(phase, phase.steps, data.global_batch)
+    say(f"phase {phase.name}: {phase.steps:,} steps, {samples:,} samples: {stages}{data.global_batch:,} per step")
 
 
 def _slots(hosts: Path | None) -> int | None:

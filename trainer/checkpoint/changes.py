@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.checkpoint.reading import Checkpoint
 from trainer.checkpoint.state import TrainState
-from trainer.engine.schedule import Phase, learning_rate
+from trainer.engine.schedule import BatchStage, Phase, learning_rate
 
 Changes = dict[str, tuple[Any, Any]]  # key: its value in the checkpoint, and its value now
 SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation")  # sections that affect how a run continues
@@ -35,7 +35,9 @@ class Setup:
     def phases(self) -> list[Phase]:
         """The phases, without keys that this version does not know."""
         names = Phase.__dataclass_fields__
-        return [Phase(**{key: value for key, value in own.items() if key in names}) for own in self.config["phases"]]
+        known = [{key: value for key, value in own.items() if key in names} for own in self.config["phases"]]
+        stages = [tuple(BatchStage(**stage) for stage in own.get("batch_warmup", ())) for own in known]
+        return [Phase(**own | {"batch_warmup": each}) for own, each in zip(known, stages, strict=True)]
 
     def deciding(self, phase: int) -> dict[str, Any]:
         """The settings that affect the run from the phase with this index on."""

@@ -171,9 +171,9 @@ def _recipe(record: dict[str, Any]) -> str:
         taken = phase["steps"] if number < state["phase"] else state["phase_step"]
         decay = f"{phase['decay']}, power {phase['power']:g}" if phase["decay"] == "polynomial" else phase["decay"]
         rate = (f"{phase['learning_rate']:.4g}", f"{phase['warmup_steps']:,}", decay)
-        rows.append(
-            (phase["name"], phase["sequence_length"], f"{taken:,} of {phase['steps']:,}", known["global_batch"], *rate)
-        )
+        batches = [*(stage["global_batch"] for stage in phase.get("batch_warmup", ())), known["global_batch"]]
+        batch = " → ".join(map(str, batches))
+        rows.append((phase["name"], phase["sequence_length"], f"{taken:,} of {phase['steps']:,}", batch, *rate))
     optimizer = ", ".join(f"{k} {v}" for k, v in config["optimizer"].items() if k != "name" and v is not None)
     model = config["model"]
     return "\n\n".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from data_prep.json_text import shown
@@ -12,6 +13,18 @@ from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_SAMPLES, MOST_STEPS, out
 MOST_TOKENS = 2**31  # in a micro-batch: kernels count them in 32 bits
 MOST_PARTS = 2**17  # micro-batches of all ranks in one step
 MOST_PASSES = 100  # passes over the shards in one step
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """Some steps at the start of a phase with a batch smaller than the phase's own."""
+
+    steps: int  # optimizer steps with this batch
+    global_batch: int  # sequences per step; larger than in the stage before, smaller than the phase's global_batch
+
+    def problems(self) -> list[str]:
+        """Every invalid setting of this stage, with what to change."""
+        return outside(self, steps=(1, MOST_STEPS), global_batch=(1, LARGEST_BATCH))
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,8 @@ class Phase:
     global_batch: int | None = None  # sequences per optimizer step, over all ranks and micro-batches
     micro_batch: int | None = None  # maximum number of sequences in one forward and backward pass on one rank
     accumulation: int | None = None  # micro-batches per step on one rank
+    # batch warm-up: stages with growing batches, before the steps with global_batch; they do not change the rate
+    batch_warmup: tuple[BatchStage, ...] = ()
     samples: int | None = None  # sequences to train on, rounded up to whole steps
     epochs: float | None = None  # passes over the training shards, rounded up to whole steps
     # the global batch for which the rates are given; for another one they scale with the square root of the ratio
@@ -77,7 +92,28 @@ class Phase:
         if self.steps < 0:
             found.append(f"steps is {shown(self.steps)}: must be 1 or more")
         found += outside(self, steps=(-math.inf, MOST_STEPS), epochs=(ABOVE_0, MOST_STEPS))
+        found += self._batch_warmup_problems()
         return found + self._rate_problems() + self._warmup_problems() + self._decay_problems()
+
+    def _batch_warmup_problems(self) -> list[str]:
+        if not self.batch_warmup:
+            return []
+        found = []
+        if self.global_batch is None or self.micro_batch is None:
+            found.append("batch_warmup needs global_batch and micro_batch: set these two, and not accumulation")
+        batches = [stage.global_batch for stage in self.batch_warmup]
+        if self.global_batch is not None:
+            batches.append(self.global_batch)
+        if any(later <= earlier for earlier, later in pairwise(batches)):
+            grown = ", ".join(shown(batch) for batch in batches)
+            found.append(f"batch_warmup: the batches up to global_batch are {grown}: each must exceed the one before")
+        taken = sum(stage.steps for stage in self.batch_warmup)
+        if 0 < self.steps <= taken:
+            found.append(
+                f"batch_warmup takes {shown(taken)} steps, but the phase has only {shown(self.steps)}: shorten it, so "
+                "that steps with global_batch follow"
+            )
+        return found
 
     def _rate_problems(self) -> list[str]:
         found = outside(self, learning_rate=(ABOVE_0, 100))
@@ -131,6 +167,27 @@ def batch_of(phase: Phase, ranks: int) -> tuple[int, int]:
     return phase.global_batch, -(-share // phase.micro_batch)
 
 
+def batch_at(phase: Phase, step: int, ranks: int) -> tuple[int, int]:
+    """``(global batch, micro-batches per rank)`` of step 1 … ``phase.steps``, which batch warm-up makes smaller. Pure.
+
+    It depends on the optimizer steps taken, as the learning rate does: a skipped step does not shorten a stage.
+    """
+    for stage in phase.batch_warmup:
+        if step <= stage.steps:
+            return batch_of(replace(phase, global_batch=stage.global_batch), ranks)
+        step -= stage.steps
+    return batch_of(phase, ranks)
+
+
+def samples_in(phase: Phase, steps: int, global_batch: int) -> int:
+    """Number of samples in the first ``steps`` steps of a phase, whose batch grows to ``global_batch``. Pure."""
+    samples = 0
+    for stage in phase.batch_warmup:
+        taken = min(steps, stage.steps)
+        samples, steps = samples + taken * stage.global_batch, steps - taken
+    return samples + steps * global_batch
+
+
 def batch_problems(phase: Phase, ranks: int, available: int) -> list[str]:
     """Problems with a step's batch on this many ranks, for shards of ``available`` samples. Pure."""
     found = []
@@ -146,7 +203,9 @@ def batch_problems(phase: Phase, ranks: int, available: int) -> list[str]:
             f"accumulation: it gives {ranks * micro_batches:,} micro-batches per step {cut}: must be "
             f"{MOST_PARTS:,} or less"
         )
-    tokens = -(-global_batch // (ranks * micro_batches)) * phase.sequence_length
+    cuts = [batch_of(replace(phase, global_batch=stage.global_batch), ranks) for stage in phase.batch_warmup]
+    largest = max(-(-batch // (ranks * parts)) for batch, parts in [(global_batch, micro_batches), *cuts])
+    tokens = largest * phase.sequence_length
     if tokens >= MOST_TOKENS:
         found.append(f"micro_batch: one may have {tokens:,} tokens {cut}: must be under {MOST_TOKENS:,}: lower it")
     if global_batch > MOST_PASSES * available:
@@ -162,13 +221,22 @@ def resolve(phase: Phase, global_batch: int, available: int) -> Phase:
 
     Its length is in steps, rounded up so that no requested sample is left out. If the batch is k times
     ``reference_batch``, the rates are multiplied by √k: the rule by which LAMB's authors train BERT at all batches from
-    512 to 32,768 (You et al. 2020, section 4; Krizhevsky 2014).
+    512 to 32,768 (You et al. 2020, section 4; Krizhevsky 2014). Batch warm-up changes the number of steps, not k.
     """
     by = math.sqrt(global_batch / phase.reference_batch) if phase.reference_batch is not None else 1.0
     samples = phase.samples if phase.epochs is None else round(phase.epochs * available)
-    steps = phase.steps if samples is None else max(1, -(-samples // global_batch))
+    steps = phase.steps if samples is None else max(1, _steps_for(phase, samples, global_batch))
     rates = {name: getattr(phase, name) * by for name in ("start_learning_rate", "learning_rate", "end_learning_rate")}
     return replace(phase, steps=steps, samples=None, epochs=None, reference_batch=None, **rates)
+
+
+def _steps_for(phase: Phase, samples: int, global_batch: int) -> int:
+    """Number of steps that take at least ``samples`` samples."""
+    steps = 0
+    for stage in phase.batch_warmup:
+        taken = min(stage.steps, -(-samples // stage.global_batch))
+        steps, samples = steps + taken, max(0, samples - taken * stage.global_batch)
+    return steps + -(-samples // global_batch)
 
 
 def learning_rate(phase: Phase, step: int) -> float:

@@ -70,6 +70,7 @@ class Subject:
     folder: Path
     model: ModelConfig
     target_steps: int
+    target_samples: int
     checkpoint_steps: int  # steps between two checkpoints
     clipping: float = 0.0  # upper bound of the gradient norm; 0: none
 
@@ -282,8 +283,8 @@ class Metrics:
             return
         self._printed = now
         seconds = _mean(records, "seconds")
+        left = max(0, self.subject.target_samples - last.state.samples) * seconds / _mean(records, "batch")
         records = [record for record in records if record["applied"]] or records  # a skipped step's loss may be NaN
-        left = (self.subject.target_steps - last.state.step) * seconds
         tasks = [
             f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "
             for task in TASKS

@@ -34,6 +34,7 @@ def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
                 "masks": data.phase.masks,
                 "spread_positions": data.phase.spread_positions,
                 "global_batch": data.global_batch,
+                "batch_warmup": [[stage.steps, stage.global_batch] for stage in data.phase.batch_warmup],
             }
             for data in phases
         ],
@@ -59,7 +60,7 @@ def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[s
 
 
 def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple[Phase, ...], folder: Path) -> None:
-    """Raises TrainerError if the past training data, or the batch of the unfinished phase, differs.
+    """Raises TrainerError if the past training data, or the batches of the unfinished phase, differ.
 
     Ranks, their micro-batches, ZeRO stage, precision, later phases, steps, rates and dropout may change.
     """
@@ -90,8 +91,15 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
         if goes_on and before["global_batch"] != now["global_batch"]:  # perhaps by other ranks
             batches = f"was {before['global_batch']}, now {now['global_batch']}"
             different.append(f"global batch of phase {now['name']} {batches}")
+        grew, grows = before.get("batch_warmup", []), now["batch_warmup"]  # [steps, global batch] of each stage
+        if goes_on and grew != grows:
+            different.append(f"batch_warmup of phase {now['name']} was {_stages(grew)}, now {_stages(grows)}")
     if different:
         raise TrainerError(
             f"checkpoint {folder} belongs to another run ({'; '.join(different)}): restore these settings, or give "
             "run.folder another name"
         )
+
+
+def _stages(stages: Sequence[Sequence[int]]) -> str:
+    return ", ".join(f"{steps} steps of {batch}" for steps, batch in stages) or "not set"

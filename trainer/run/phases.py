@@ -15,7 +15,7 @@ from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order, largest_window
 from trainer.data.remote import is_remote
 from trainer.data.spread import Spread
-from trainer.engine.schedule import Phase, batch_of, batch_problems, resolve
+from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, resolve
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
 from trainer.ranks.world import World
@@ -33,8 +33,11 @@ class PhaseData:
     loader: Loader
     heldout: Loader | None
     order: Order
-    global_batch: int
-    micro_batches: int  # per step on this rank
+    global_batch: int  # after the batch warm-up, if there is one
+
+    def batch(self, taken: int) -> tuple[int, int]:
+        """``(global batch, micro-batches per rank)`` of the step after ``taken`` steps of the phase."""
+        return batch_at(self.phase, taken + 1, self.loader.ranks)
 
 
 def open_phases(config: Config, world: World) -> list[PhaseData]:
@@ -89,11 +92,11 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
             f"run.shuffle_window is {order.window}: so many shards of {phase.train} hold {mixed:,} samples, all "
             f"shuffled at once: lower it until there are {MOST_MIXED:,} or fewer"
         )
-    global_batch, micro_batches = batch_of(phase, world.size)
+    global_batch, _ = batch_of(phase, world.size)
     problems += [f"{where}.{problem}" for problem in batch_problems(phase, world.size, sum(sizes))]
     runs = resolve(phase, global_batch, sum(sizes))
     problems += [f"{where}.{problem}" for problem in runs.problems()]
-    return PhaseData(runs, loaders["train"], loaders.get("heldout"), order, global_batch, micro_batches)
+    return PhaseData(runs, loaders["train"], loaders.get("heldout"), order, global_batch)
 
 
 def _open_folder(place: str, config: Config, world: World) -> tuple[Path, Cache | None]:

@@ -24,7 +24,7 @@ from trainer.checkpoint.vocabulary import token_counts
 from trainer.convert.weights import start_from
 from trainer.data.loader import Loader
 from trainer.engine.engine import Engine
-from trainer.engine.schedule import learning_rate
+from trainer.engine.schedule import learning_rate, samples_in
 from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import PassingError, TrainerError, exit_code, explain
 from trainer.exits import FAILED
@@ -104,6 +104,7 @@ class Run:
             self.folder,
             self.config.model,
             target_steps=sum(phase.steps for phase in self.config.phases),
+            target_samples=sum(samples_in(data.phase, data.phase.steps, data.global_batch) for data in self.phases),
             checkpoint_steps=self.config.checkpoint.every_steps,
             clipping=self.config.optimizer.gradient_clipping,
         )
@@ -304,7 +305,8 @@ def _train(run: Run) -> TrainState:
     state = run.entering(state)
     while state.phase < len(run.phases) and not run.over:
         data = run.phases[state.phase]
-        steps = data.loader.steps(data.order, state.position, data.global_batch, data.micro_batches, run.stop)
+        size = data.batch(state.phase_step)
+        steps = data.loader.steps(data.order, state.position, *size, run.stop)
         with closing(steps):
             for batch in steps:
                 rate, run.border = learning_rate(data.phase, state.phase_step + 1), None
@@ -316,7 +318,8 @@ def _train(run: Run) -> TrainState:
                 if result.applied:  # a skipped step consumes its data but changes nothing else
                     run.evaluate(state, data, due=done)
                 run.save(state, due=done or run.over)
-                if done or run.over:
+                grows = data.batch(state.phase_step) != size
+                if done or grows or run.over:
                     break
             else:  # a stop was requested while waiting for the next batch
                 run.save(state, due=True)
