@@ -19,11 +19,11 @@ from kernels import bench
     [
         (
             ["wheels", "--python", "3.12"],
-            "wheels: error: the following arguments are required: --platform, --out; see ",
+            "deploy.wheels: error: the following arguments are required: --platform, --out; see ",
         ),
         (
             ["wheels", *"--py 3.12 --platform p --out o".split()],
-            "wheels: error: the following arguments are required: ",
+            "deploy.wheels: error: the following arguments are required: ",
         ),
         (["bench", "--onl", "adam"], "kernels.bench: error: unrecognized arguments: --onl adam"),
         (["bench", "--only", "sgd"], "kernels.bench: error: argument --only: invalid choice: 'sgd' (choose from "),
@@ -46,7 +46,7 @@ def test_a_file_that_is_not_there_takes_one_line(
     monkeypatch.setattr(sys, "argv", ["wheels", "--python", "3.12", "--platform", "manylinux_2_28_x86_64", *place])
     assert wheels.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("wheels: error: ") and "absent" in line
+    assert line.startswith("deploy.wheels: error: ") and "absent" in line
 
 
 def test_the_launchers_options_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
