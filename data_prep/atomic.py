@@ -31,8 +31,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with suppress(OSError):  # a leftover file blocks no other writer
             temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)  # makes the rename itself durable
+
+
+def sync(path: Path) -> None:
+    """Flushes a file, or a folder's directory entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # makes the rename itself durable
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)

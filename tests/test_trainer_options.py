@@ -17,12 +17,12 @@ from torch import Tensor
 
 import trainer.__main__ as program
 import trainer.evaluate
-from data_prep.manifest import load_manifest, manifest_hash
+from data_prep.manifest import file_sha256, load_manifest, manifest_hash
 from data_prep.tokenizer import load_tokenizer
 from kernels import backend
 from trainer import export, fill_mask, weights
 from trainer.checkpoint import reading as checkpoint
-from trainer.checkpoint.reading import file_sha256, part_name, tree_sha256
+from trainer.checkpoint.reading import part_name, tree_sha256
 from trainer.checkpoint.state import TrainState
 from trainer.convert import weights as plain_weights
 from trainer.encode import __main__ as encode

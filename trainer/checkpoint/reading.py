@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from data_prep.json_text import parse_json, read_json, shown
+from data_prep.manifest import file_sha256
 from trainer.bounds import MOST_STEPS, outside
 from trainer.engine.optimizer import LambertOptimizer
 from trainer.engine.partition import Buffer
@@ -307,21 +307,6 @@ def tree_sha256(tree: dict[str, Any]) -> str:
     """The sha256 of plain data, after a round trip through JSON."""
     plain = json.loads(json.dumps(tree))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or a folder's directory entries, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class _Pieces:

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data_prep.atomic import replacing
+from data_prep.atomic import replacing, sync
+from data_prep.manifest import file_sha256
 from trainer.checkpoint import leftovers
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.leftovers import move_aside, remove, temporary
@@ -229,8 +230,8 @@ class _Part:
         path = folder / checkpoint.part_name(self.rank, self.ranks)
         save_file(self.tensors, path, metadata={"starts": json.dumps(self.starts)})
         path.chmod(0o644)  # safetensors makes it readable by its owner only
-        checkpoint.sync(path)
-        facts = {"name": path.name, "bytes": path.stat().st_size, "sha256": checkpoint.file_sha256(path)}
+        sync(path)
+        facts = {"name": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
         draft = path.with_suffix(".tmp")
         draft.write_text(json.dumps(facts), encoding="utf-8")
         draft.replace(path.with_suffix(".json"))
@@ -286,11 +287,11 @@ def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.S
     listing, pointer = save.temporary / "checkpoint.json", save.folder.with_name("latest")
     listing.write_text(json.dumps({**tree, "sha256": checkpoint.tree_sha256(tree)}, indent=1), encoding="utf-8")
     for path in (listing, save.temporary):
-        checkpoint.sync(path)
+        sync(path)
     size = sum(path.stat().st_size for path in save.temporary.iterdir())
     move_aside(save.folder)  # a damaged checkpoint of the same step, which the resume skipped
     os.replace(save.temporary, save.folder)
-    checkpoint.sync(save.folder.parent)
+    sync(save.folder.parent)
     try:
         with replacing(pointer) as file:
             file.write(f"{save.folder.name}\n".encode())

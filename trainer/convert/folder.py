@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data_prep.atomic import sync
 from data_prep.errors import DataError
 from data_prep.json_text import read_json
 from data_prep.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from trainer.checkpoint.leftovers import drafts, remove, temporary
-from trainer.checkpoint.reading import sync
 from trainer.convert.hugging_face import difference, from_hugging_face, missing_heads, to_hugging_face, unused_names
 from trainer.convert.proof import check_tokenizer, config_facts, require_equal
 from trainer.errors import TrainerError, shortage

@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data_prep.atomic import sync
 from data_prep.errors import DataError
 from data_prep.json_text import parse_json
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer.checkpoint.leftovers import temporary
-from trainer.checkpoint.reading import find, load_weights, model_of, named, require_finite, require_shapes, sync
+from trainer.checkpoint.reading import find, load_weights, model_of, named, require_finite, require_shapes
 from trainer.checkpoint.vocabulary import load_trained, own_folder, recorded, require_rows, unproven
 from trainer.convert.folder import read_folder
 from trainer.convert.hugging_face import missing_heads

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import secrets
 import threading
 import time
@@ -18,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.atomic import TEMPORARY
+from data_prep.atomic import TEMPORARY, sync
 from data_prep.manifest import file_sha256
 from data_prep.publish import is_hopeless, shown
 from trainer.errors import TrainerError
@@ -172,8 +171,7 @@ def _prove(path: Path, sha256: str | None, size: int | None) -> None:
         raise OSError(f"{found} bytes instead of the manifest's {size}")
     if sha256 not in (None, file_sha256(path)):
         raise OSError("it is not the manifest's file (its sha256 differs)")
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def _reason(error: Exception) -> str:

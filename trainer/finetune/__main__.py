@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import trainer.ranks.first_process  # noqa: F401  before the others, which take seconds
+from data_prep.manifest import file_sha256
 from data_prep.streams import write_whole_lines
 from kernels import backend
-from trainer.checkpoint.reading import file_sha256
 from trainer.engine.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE, STOPPED

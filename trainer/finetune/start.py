@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data_prep.manifest import file_sha256
 from data_prep.tokenizer import Tokenizer
-from trainer.checkpoint.reading import file_sha256, find
+from trainer.checkpoint.reading import find
 from trainer.checkpoint.vocabulary import RESTORE, load_trained, require_rows
 from trainer.convert.weights import read
 from trainer.errors import TrainerError
