@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trainer.exits import REFUSED
+from trainer.ranks.network import free_port
 
 SETTINGS = {  # option: torchrun's variable for it, and its help text
     "--nproc-per-node": ("PET_NPROC_PER_NODE", "ranks per node: a number, gpu, cpu (one per core) or auto (default)"),
@@ -94,7 +94,7 @@ def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count
         raise LaunchError(*problems)
     count = _count_ranks(ranks, count_gpus)
     if nodes == 1:
-        return Node(0, 1, count, "127.0.0.1", _free_port())
+        return Node(0, 1, count, "127.0.0.1", free_port("127.0.0.1"))
     return Node(place, nodes, count, texts["--master-addr"], port)
 
 
@@ -107,9 +107,3 @@ def _count_ranks(text: str, count_gpus: Callable[[], int]) -> int:
     if gpus == 0 and text == "gpu":
         raise LaunchError("error: one rank per GPU was requested, but PyTorch sees no GPU: set a number of ranks")
     return gpus or 1
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,8 +1,9 @@
-"""Which network the ranks use, InfiniBand or not, as reported by the kernel and by NCCL."""
+"""Which network the ranks use, InfiniBand or not, as reported by the kernel and by NCCL; and a free port on it."""
 
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 DEVICES = Path("/sys/class/infiniband")
@@ -20,6 +21,13 @@ def ports(devices: Path = DEVICES) -> list[str]:
         if "ACTIVE" in state:
             found.append(f"{port.parent.parent.name}:{port.name} {rate.strip()}")
     return found
+
+
+def free_port(address: str) -> int:
+    """Return a port of this node that nothing listens on yet; ``address`` may be empty for all of its addresses."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 def spoken(log: str) -> str:

@@ -26,6 +26,7 @@ from trainer.errors import LostError, PassingError, TrainerError, exit_code, exp
 from trainer.exits import FAILED
 from trainer.ranks.launchers import MPI, describe, on_one_node
 from trainer.ranks.meeting import Account, Meeting, meet
+from trainer.ranks.network import free_port
 
 Result = TypeVar("Result")
 LONGEST = 30 * 24 * 3600  # limit for timeouts, in seconds: more is a typo, and overflows clocks
@@ -151,7 +152,7 @@ def _meeting_place_by_mpi() -> dict[str, str]:
     except ImportError:
         return {}  # read_world says what is missing
     secret = os.environ.get(SECRET) or secrets.token_hex(16)
-    address, port, secret = MPI.COMM_WORLD.bcast((socket.gethostname(), _free_port(""), secret))
+    address, port, secret = MPI.COMM_WORLD.bcast((socket.gethostname(), free_port(""), secret))
     MPI.Finalize()
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), SECRET: secret}
 
@@ -190,7 +191,7 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
     elif "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it, deepspeed's launcher does not
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     if "MASTER_ADDR" not in os.environ:  # no launcher: a rendezvous of one process
-        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port("127.0.0.1"))}
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
         os.environ.update(alone | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})  # DeepSpeed reads them
     os.environ.update(place_for_deepspeed(os.environ, world.device))
     one_node = on_one_node(os.environ)
@@ -356,9 +357,3 @@ def _gpu(device: torch.device) -> tuple[str, str]:
 def _agent_serves() -> bool:
     """Whether torchrun's agent already serves the store at MASTER_PORT."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
