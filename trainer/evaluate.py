@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, load_manifest
+from data_prep.options import Parser
 from data_prep.streams import say_error, write_whole_lines
 from data_prep.tokenizer import load_proven
 from kernels import backend
@@ -31,7 +32,7 @@ from trainer.data.loader import Loader
 from trainer.data.remote import is_remote
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import DONE
-from trainer.options import OneLineParser, add_kernels, one_line, print_result
+from trainer.options import add_kernels, one_line, print_result
 from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
 from trainer.run.evaluation import EvaluationConfig, evaluate_context
 
@@ -42,7 +43,7 @@ _TIMEOUT = 600  # seconds that ranks wait for one another
 def main(arguments: list[str] | None = None) -> int:
     """Run the command as one process or as a launcher's ranks, on GPUs if there are any."""
     write_whole_lines()
-    parser = OneLineParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
     parser.add_argument(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from data_prep.options import Parser
 from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint.reading import find, load_weights, model_of, require_finite
 from trainer.checkpoint.vocabulary import tokenizer_of
@@ -21,12 +22,12 @@ from trainer.convert import onnx
 from trainer.convert.folder import TOLERANCE, random_batch, write_folder
 from trainer.convert.model_card import write_card
 from trainer.errors import TrainerError, exit_code, explain
-from trainer.options import OneLineParser, one_line, print_result
+from trainer.options import one_line, print_result
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = OneLineParser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
+    parser = Parser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", type=Path, help="by default the one stored in the run's folder")

@@ -16,6 +16,7 @@ from textwrap import shorten
 import torch
 
 from data_prep.errors import DataError
+from data_prep.options import Parser
 from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
@@ -25,7 +26,7 @@ from trainer.errors import TrainerError, exit_code, explain
 from trainer.finetune.task import Example, collate
 from trainer.model.batch import IGNORED, MicroBatch, Rows
 from trainer.model.bert import Bert
-from trainer.options import OneLineParser, add_kernels, one_line, print_result
+from trainer.options import add_kernels, one_line, print_result
 
 MASK = "[MASK]"
 Answer = list[tuple[str, float]]  # tokens and their probabilities, the likeliest first
@@ -83,7 +84,7 @@ def _lines(texts: list[str], answers: list[list[Answer]]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = OneLineParser(prog="python -m trainer.fill_mask", description="Predict the tokens behind [MASK] in texts.")
+    parser = Parser(prog="python -m trainer.fill_mask", description="Predict the tokens behind [MASK] in texts.")
     parser.add_argument("--model", required=True, type=Path, help="a run's folder, a checkpoint, a Hugging Face BERT")
     parser.add_argument("--top", type=int, default=5, help="how many tokens to list for each [MASK] (%(default)s)")
     add_kernels(parser)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from data_prep.endpoint import listen
 from data_prep.manifest import TOKENIZER_FOLDER
+from data_prep.options import Parser
 from data_prep.streams import write_whole_lines
 from trainer.checkpoint.changes import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint, newest
@@ -33,7 +34,6 @@ from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.model.bert import Bert
 from trainer.monitor.journal import say
-from trainer.options import OneLineParser
 from trainer.ranks import hostfile
 from trainer.ranks.ending import guard
 from trainer.ranks.meeting import numbers
@@ -51,7 +51,7 @@ TRIES = 5
 def main() -> None:
     """Check and report. Exit code 0 if the run can start, 2 with one line if it cannot."""
     write_whole_lines()
-    parser = OneLineParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--hostfile", type=Path, help="check deepspeed's host file and .deepspeed_env on this node")

@@ -14,6 +14,7 @@ from pathlib import Path
 from matplotlib import rc_context
 
 from data_prep.atomic import replacing
+from data_prep.options import Parser
 from data_prep.streams import say_error
 from trainer.errors import TrainerError, exit_code
 from trainer.monitor.history import read_history
@@ -22,12 +23,12 @@ from trainer.monitor.panels import (
 )
 from trainer.monitor.references import fitting
 from trainer.monitor.summary import draw, published, summary
-from trainer.options import OneLineParser, print_result
+from trainer.options import print_result
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = OneLineParser(
+    parser = Parser(
         prog="python -m trainer.report", description="Draw a run's metrics as report.png and print a summary."
     )
     parser.add_argument("folder", type=Path, help="the run's folder")

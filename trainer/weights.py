@@ -14,17 +14,18 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from data_prep.errors import DataError
+from data_prep.options import Parser
 from data_prep.streams import say_error
 from trainer.checkpoint.reading import find, load_weights, model_of, require_finite
 from trainer.checkpoint.vocabulary import own_folder, recorded, tokenizer_of
 from trainer.convert.weights import require_new, write
 from trainer.errors import TrainerError, exit_code, explain
-from trainer.options import OneLineParser, one_line, print_result
+from trainer.options import one_line, print_result
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = OneLineParser(
+    parser = Parser(
         prog="python -m trainer.weights", description="Write a checkpoint's weights as one safetensors file."
     )
     parser.add_argument("checkpoint", type=Path, help="a run's folder, or one step-… folder in it")

@@ -14,13 +14,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from data_prep.options import Parser
 from kernels.dropout import token_keys
 from trainer.bench.model import SIZES, by_kernel, micro_batch
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
-from trainer.options import OneLineParser
 from trainer.ranks.world import World, from_launcher, join, leave
 
 SMALL = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128, vocab_size=1000)
@@ -90,7 +90,7 @@ def tell(world: World, line: str) -> None:
 
 def main() -> None:
     """Measure, printing each row of the table as soon as it is ready."""
-    parser = OneLineParser(prog="python -m trainer.bench.engine", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m trainer.bench.engine", description=__doc__.split("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[8, 1], help="micro-batches per step")
     parser.add_argument("--optimizer", choices=("lamb", "adam"), default="lamb")

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest, read_histogram
+from data_prep.options import Parser
 from kernels.dropout import token_keys
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.flops import model_flops
-from trainer.options import OneLineParser
 
 TOKENS = 32_768
 Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # builds a forward and backward pass
@@ -177,7 +177,7 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
 
 def main() -> None:
     """Measure, printing each row of the table as soon as it is ready."""
-    parser = OneLineParser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--shards", nargs="*", type=Path, default=[], help="also time the lengths of these data sets")
     parser.add_argument("--compile", action="store_true", help="also time Hugging Face with torch.compile (minutes)")

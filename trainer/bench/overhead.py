@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from data_prep.options import Parser
 from trainer.bench.model import micro_batch
 from trainer.checkpoint.state import TrainState
 from trainer.data.loader import StepBatch
@@ -25,7 +26,6 @@ from trainer.engine.stopwatch import Stopwatch
 from trainer.model.batch import GlobalCounts
 from trainer.model.bert import Bert, ModelConfig
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
-from trainer.options import OneLineParser
 from trainer.ranks.world import World, from_launcher, join, leave
 
 SMALL = ModelConfig(layers=4, hidden=256, heads=4, intermediate=1024, vocab_size=8192)  # a tenth of a second on CPUs
@@ -78,7 +78,7 @@ class Bench:
 
 def main() -> None:
     """Measure, and print the result."""
-    parser = OneLineParser(prog="python -m trainer.bench.overhead", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m trainer.bench.overhead", description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=20, help="number of blocks with metrics, and as many without")
     parser.add_argument("--steps", type=int, default=20, help="steps per block; fewer than ten mean little")
     given = parser.parse_args()

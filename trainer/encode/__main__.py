@@ -31,6 +31,7 @@ from torch import Tensor
 from data_prep.atomic import replacing
 from data_prep.encoding import read_utf8
 from data_prep.errors import DataError
+from data_prep.options import Parser
 from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
@@ -41,7 +42,7 @@ from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, fit, pack
 from trainer.model.batch import Rows
 from trainer.model.bert import Bert, pool
-from trainer.options import OneLineParser, add_kernels, one_line, print_result
+from trainer.options import add_kernels, one_line, print_result
 
 POOLS = ("mean", "max", "cls", "pooler")
 LAYERS = ("last", "mean4", "concat4")
@@ -236,7 +237,7 @@ def _gathered(texts: Iterable[Text], most: int) -> Iterator[list[Text]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = OneLineParser(prog="python -m trainer.encode", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m trainer.encode", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--model",
         required=True,

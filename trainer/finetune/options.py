@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from data_prep.json_text import shown
+from data_prep.options import Parser
 from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
 from trainer.errors import TrainerError
 from trainer.finetune.classify import Columns
 from trainer.finetune.formats import split_name
 from trainer.finetune.tasks import TASKS, Known, Recipe, Wish, known
-from trainer.options import OneLineParser
 from trainer.ranks.world import LONGEST
 
 T = TypeVar("T", int, float)
@@ -210,7 +210,7 @@ def _several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = Parser(
         prog="python -m trainer.finetune",
         description="Fine-tune a BERT on a task, and evaluate it as the task's authors do.",
     )
