@@ -12,42 +12,26 @@ read back as well. So a rerun resumes where the last one stopped, and a rerun on
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from data_prep.atomic import TEMPORARY
 from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, SMALL, TOKENIZER_FOLDER, file_sha256, load_manifest
+from data_prep.retries import Result, is_hopeless, patiently, shown
 from data_prep.shards import PREFIX, index_path, tar_path
 from data_prep.verify import verify
 from data_prep.workers import show_progress
 
-Result = TypeVar("Result")
-
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # an object appears only when it is complete
 WAITS = (0.5, 1, 2, 4)  # seconds between two attempts, on top of the drivers' own retries
 READ = 8 << 20  # bytes of an object in memory at once
-LONGEST = 300  # most characters shown of an error
 ANSWER = 600.0  # timeout in seconds for a request that moves no file
-HOPELESS = (  # a retry does not help; any other error of a driver may be the network's
-    DataError,
-    PermissionError,
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-    FileExistsError,
-    NotImplementedError,
-    ImportError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True)
@@ -152,20 +136,6 @@ def open_place(url: str) -> Place:
     return Place(fs, root, url.rstrip("/"))
 
 
-def is_hopeless(error: Exception) -> bool:
-    """Whether a retry would fail in the same way."""
-    status = getattr(error, "status", None)  # HTTP status; 408 and 429 ask for a retry
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
-    full = getattr(error, "errno", None) == errno.ENOSPC
-    return refused or full or isinstance(error, HOPELESS) or "Credential" in type(error).__name__
-
-
-def shown(error: Exception) -> str:
-    """An error as one line that is safe to print: a server may have written any part of it."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST]) + ("…" if len(text) > LONGEST else "")
-
-
 def _item(folder: Path, key: str) -> Item:
     path = folder / key
     return Item(path, key, path.stat().st_size, file_sha256(path))
@@ -245,16 +215,11 @@ def _list(place: Place) -> list[str]:
 def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
     """Runs ``work()`` and retries after each of WAITS on errors that may be temporary. Raises DataError, one line."""
     where = f"{place.url}/{key}".rstrip("/")
-    waits = iter(WAITS)
-    while True:
-        try:
-            return work()
-        except Exception as error:  # each driver has its own classes, which can't be named without importing it
-            reason = shown(error)
-            if is_hopeless(error):
-                raise DataError(f"{where}: {reason}; check the URL, credentials, permissions and free space") from error
-            wait = next(waits, None)
-            if wait is None:
-                times = len(WAITS) + 1
-                raise DataError(f"{where}: failed {times} times, last with {reason}; run again to resume") from error
-            time.sleep(wait)
+    try:
+        return patiently(work, WAITS)
+    except Exception as error:  # each driver has its own classes, which can't be named without importing it
+        reason = shown(error)
+        if is_hopeless(error):
+            raise DataError(f"{where}: {reason}; check the URL, credentials, permissions and free space") from error
+        times = len(WAITS) + 1
+        raise DataError(f"{where}: failed {times} times, last with {reason}; run again to resume") from error

@@ -24,6 +24,7 @@ from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, load_manifest
 from data_prep.publish import publish
+from data_prep.retries import LONGEST, shown
 from data_prep.settings import make_settings
 from data_prep.verify import verify
 
@@ -273,8 +274,8 @@ def test_what_no_reader_would_take_is_not_published(
 
 
 def test_what_a_server_says_is_cut_short() -> None:
-    said = module.shown(OSError("bell \x07, colours \x1b[31m\nand " + "x" * 10_000))
-    assert said.startswith("OSError: bell ?, colours ?[31m and xxx") and len(said) == module.LONGEST + 1
+    said = shown(OSError("bell \x07, colours \x1b[31m\nand " + "x" * 10_000))
+    assert said.startswith("OSError: bell ?, colours ?[31m and xxx") and len(said) == LONGEST + 1
 
 
 def test_missing_credentials_cost_one_line(

@@ -18,11 +18,11 @@ from ranks import ROOT
 PACKAGES = ("data_prep", "kernels", "trainer")
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 SCRIPTS = sorted(path.relative_to(ROOT) for folder in ("deploy", "docker") for path in (ROOT / folder).rglob("*.py"))
-# What the trainer sees of data_prep: the contract of a data set, how it is named where it was published, what its
+# What the trainer sees of data_prep: the contract of a data set, retries where it is remote, what its
 # server may do, the endpoint that both serve their metrics by, streams, what text is, and how a command line is read.
 DATA_SET = (
     *("atomic", "draws", "encoding", "endpoint", "errors", "json_text", "manifest", "masking", "options"),
-    *("publish", "servers", "shards"),
+    *("retries", "servers", "shards"),
     "streams",
     "tokenizer",
 )

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.atomic import TEMPORARY, sync
 from data_prep.manifest import file_sha256
-from data_prep.publish import is_hopeless, shown
+from data_prep.retries import is_hopeless, patiently, shown
 from trainer.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -54,21 +55,20 @@ class Remote:
 
         Accepts at most ``limit`` bytes. Raises TrainerError with the file's address.
         """
-        waits = iter(WAITS)
-        while True:
-            temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{TEMPORARY}")
-            try:
-                self._download(key, temporary, limit)
-                _prove(temporary, sha256, size)
-                temporary.replace(target)
-                return
-            except Exception as error:  # each driver has its own error classes
-                seconds = next(waits, None)
-                if seconds is None or is_hopeless(error) or self.ended.wait(seconds):
-                    tried = "" if seconds is not None else f" ({len(WAITS) + 1} attempts)"
-                    raise TrainerError(f"{self.address}/{key}: {_reason(error)}{tried}; {_remedy(error)}") from None
-            finally:
-                temporary.unlink(missing_ok=True)
+        try:
+            patiently(partial(self._fetch, key, target, sha256, limit, size), WAITS, self.ended.wait)
+        except Exception as error:  # each driver has its own error classes
+            tried = "" if is_hopeless(error) or self.ended.is_set() else f" ({len(WAITS) + 1} attempts)"
+            raise TrainerError(f"{self.address}/{key}: {_reason(error)}{tried}; {_remedy(error)}") from None
+
+    def _fetch(self, key: str, target: Path, sha256: str | None, limit: int, size: int | None) -> None:
+        temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{TEMPORARY}")
+        try:
+            self._download(key, temporary, limit)
+            _prove(temporary, sha256, size)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def sizes(self, keys: Sequence[str]) -> dict[str, int | None]:
         """Return the sizes of the files that exist, None if the server does not say. Neither retried nor verified.

@@ -1,0 +1,56 @@
+"""Repeats work on remote servers whose failure may be temporary."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from data_prep.errors import DataError
+
+Result = TypeVar("Result")
+
+LONGEST = 300  # most characters shown of an error
+HOPELESS = (  # a retry does not help; any other error of a driver may be the network's
+    DataError,
+    PermissionError,
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    FileExistsError,
+    NotImplementedError,
+    ImportError,
+    TypeError,
+    ValueError,
+)
+
+
+def patiently(
+    work: Callable[[], Result], waits: Iterable[float], pause: Callable[[float], object] = time.sleep
+) -> Result:
+    """Runs ``work()``, and again after each of ``waits`` seconds while its error may be temporary.
+
+    ``pause`` waits, and ends the attempts by returning true. Raises the last error.
+    """
+    for seconds in waits:
+        try:
+            return work()
+        except Exception as error:  # each driver has its own classes, which can't be named without importing it
+            if is_hopeless(error) or pause(seconds):
+                raise
+    return work()
+
+
+def is_hopeless(error: Exception) -> bool:
+    """Whether a retry would fail in the same way."""
+    status = getattr(error, "status", None)  # HTTP status; 408 and 429 ask for a retry
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+    full = getattr(error, "errno", None) == errno.ENOSPC
+    return refused or full or isinstance(error, HOPELESS) or "Credential" in type(error).__name__
+
+
+def shown(error: Exception) -> str:
+    """An error as one line that is safe to print: a server may have written any part of it."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST]) + ("…" if len(text) > LONGEST else "")
