@@ -20,7 +20,8 @@ from trainer.data import remote
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.loader import Loader
 from trainer.data.remote import Remote
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code
+from trainer.exits import FAILED, REFUSED
 
 pytestmark = pytest.mark.usefixtures("no_waits")
 
@@ -146,21 +147,24 @@ def test_those_who_wait_for_a_shard_go_on_when_it_is_there(server: Server, cache
     assert server.tars()["shard-00000.tar"] == 2
 
 
-def test_a_failure_is_shared_by_those_who_wait(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fault", "code", "reason"), [("busy", FAILED, "503"), ("less", REFUSED, "the manifest's")])
+def test_a_failure_is_shared_by_those_who_wait(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str, code: int, reason: str
+) -> None:
     monkeypatch.setattr(remote, "WAITS", (0.3, 0.3, 0.3, 0.3))
     loaders = [loader_of(server, cache, rank, 3) for rank in range(3)]
     order = order_of(loaders[0])
     name = f"shard-0000{order.window_at(0)[0][0]}.tar"
-    server.faults[name] = ["busy"] * 15
+    server.faults[name] = [fault] * 15
 
-    def failure(loader: Loader) -> str:
+    def failure(loader: Loader) -> tuple[str, int]:
         with pytest.raises(TrainerError) as error:
             loader.read(order, 0, BATCH, 1)
-        return str(error.value)
+        return str(error.value), exit_code(error.value)
 
     with ThreadPoolExecutor(3) as pool:
-        [told] = set(pool.map(failure, loaders))
-    assert f"{server.address}/{name}: " in told and "503" in told
+        [(line, ends)] = set(pool.map(failure, loaders))
+    assert f"{server.address}/{name}: " in line and reason in line and ends == code
     assert server.tars()[name] == 5
 
 

@@ -22,7 +22,8 @@ from data_prep.publish import publish
 from trainer.data.cache import CacheConfig, open_cache
 from trainer.data.loader import Loader
 from trainer.engine.schedule import Phase
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, exit_code
+from trainer.exits import FAILED, REFUSED
 from trainer.model.bert import ModelConfig
 from trainer.ranks.world import World
 from trainer.run.config import Config, RunConfig
@@ -127,9 +128,19 @@ def test_a_server_that_goes_away_ends_the_run_with_the_address(server: Server, c
             for _ in range(20):
                 next(steps)
     assert "\n" not in str(error.value) and f"{server.address}/shard-0000" in str(error.value)
-    assert "(5 attempts); check the address" in str(error.value)
-    with pytest.raises(TrainerError, match=f"{server.address}/{MANIFEST}: .*5 attempts"):
+    assert "(5 attempts); check the address" in str(error.value) and exit_code(error.value) == FAILED
+    with pytest.raises(TrainerError, match=f"{server.address}/{MANIFEST}: .*5 attempts") as error:
         loader_of(server, cache)
+    assert exit_code(error.value) == FAILED
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_is_down_may_be_started_again(server: Server, cache: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, server.folder, 25, cache={"folder": str(cache)})
+    server.stop()
+    command = ["--config", str(config), "--set", f"phases.0.train={server.address}"]
+    [(code, said)] = ranks.finish(ranks.fork(1, "trainer/__main__.py", *command))
+    assert code == FAILED and f"phases.0.train: {server.address}/{MANIFEST}: " in said and "Traceback" not in said
 
 
 def test_a_run_ends_at_once_though_the_server_hangs(server: Server, cache: Path) -> None:
@@ -165,6 +176,7 @@ def test_a_damaged_shard_stops_the_run_with_its_address(server: Server, kind: st
     assert "\n" not in str(error.value)
     assert server.gets.count(name) <= (2 if kind in ("gone", "index gone", "forbidden") else 10)
     assert not (loader.folder / name).exists()
+    assert exit_code(error.value) == REFUSED
 
 
 @pytest.mark.parametrize("place", ["server", "s3", "file"])
@@ -208,7 +220,10 @@ def test_a_bad_address_costs_one_line(
 ) -> None:
     with pytest.raises(TrainerError, match=problem) as error:
         phase_of(address.format(server=server.address), cache, tiny_model)
-    assert len(str(error.value).split("\n")) == 3  # a heading, the training shards, the held-out ones
+    if address.startswith("http:"):  # it may only be down, so nothing is known about the rest
+        assert len(str(error.value).split("\n")) == 1 and exit_code(error.value) == FAILED
+    else:  # a heading, the training shards, the held-out ones
+        assert len(str(error.value).split("\n")) == 3 and exit_code(error.value) == REFUSED
 
 
 @pytest.mark.parametrize("kind", ["html", "tokenizer", "counts", "path"])

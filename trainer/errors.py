@@ -30,7 +30,7 @@ class LostError(TrainerError):
 
 
 class PassingError(TrainerError):
-    """A resource ran out, or a device failed. Ends the program with exit code 1: starting again may help."""
+    """A resource ran out, or a device or server failed. Ends the program with exit code 1: starting again may help."""
 
 
 def shortage(error: BaseException) -> str:

@@ -38,7 +38,8 @@ from data_prep.shards import PREFIX, index_limit, index_path, tar_path
 from data_prep.tokenizer import TOKENIZER_FILES, load_proven
 from trainer.bounds import outside
 from trainer.data.remote import POLL, Remote
-from trainer.errors import TrainerError, shortage
+from trainer.errors import PassingError, TrainerError, exit_code, shortage
+from trainer.exits import FAILED
 
 FETCHERS = 4  # shards that a rank fetches at once
 ORIGIN = re.compile(r"https?://[^/?#@\s]+")
@@ -171,11 +172,12 @@ class Cache:
         return tar.is_file() and tar.stat().st_size == shard.bytes and index_path(self.folder, shard.name).is_file()
 
     def _fetch(self, shard: ShardRecord, lock: IO[bytes], asked: float) -> None:
-        """Fetch both files of a shard under its exclusive lock. A failure is passed on to the waiting ranks."""
+        """Fetch both files of a shard under its exclusive lock. Waiting ranks get a failure's text and exit code."""
         lock.seek(0)
         failure = lock.read().decode()
         if failure and os.fstat(lock.fileno()).st_mtime >= asked:
-            raise TrainerError(failure)
+            code, _, line = failure.partition(" ")
+            raise (PassingError if code == str(FAILED) else TrainerError)(line)
         for left in self.folder.glob(f"{shard.name}.*{TEMPORARY}"):  # left by a killed process
             left.unlink(missing_ok=True)
         tar, index = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
@@ -187,7 +189,7 @@ class Cache:
         except TrainerError as error:
             if not self.remote.ended.is_set():  # ending this run is not a failure for others
                 lock.truncate(0)
-                lock.write(str(error).encode())
+                lock.write(f"{exit_code(error)} {error}".encode())
                 lock.flush()
             raise
 

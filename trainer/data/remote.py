@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from data_prep.atomic import TEMPORARY, sync
 from data_prep.manifest import file_sha256
 from data_prep.retries import is_hopeless, patiently, shown
-from trainer.errors import TrainerError
+from trainer.errors import PassingError, TrainerError
 
 if TYPE_CHECKING:
     from data_prep.servers import Bound
@@ -31,6 +31,10 @@ POLL = 0.05  # seconds between two checks of a download
 ASKERS = 16  # concurrent requests for file sizes
 SLOWEST = 20_000  # bytes per second: a slower download has stalled
 LISTED = 1000  # names that a server should list within one stall time
+
+
+class WrongFileError(OSError):
+    """A downloaded file is not the manifest's: it arrived damaged, or the server has another one."""
 
 
 def is_remote(place: str) -> bool:
@@ -53,13 +57,14 @@ class Remote:
     def fetch(self, key: str, target: Path, sha256: str | None, limit: int, size: int | None = None) -> None:
         """Fetch the file ``key`` to ``target``, whole and verified; retry temporary failures after each of WAITS.
 
-        Accepts at most ``limit`` bytes. Raises TrainerError with the file's address.
+        Accepts at most ``limit`` bytes. Raises TrainerError with the file's address; PassingError if the server may
+        only be down.
         """
         try:
             patiently(partial(self._fetch, key, target, sha256, limit, size), WAITS, self.ended.wait)
         except Exception as error:  # each driver has its own error classes
             tried = "" if is_hopeless(error) or self.ended.is_set() else f" ({len(WAITS) + 1} attempts)"
-            raise TrainerError(f"{self.address}/{key}: {_reason(error)}{tried}; {_remedy(error)}") from None
+            raise _failure(f"{self.address}/{key}", error, tried) from None
 
     def _fetch(self, key: str, target: Path, sha256: str | None, limit: int, size: int | None) -> None:
         temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{TEMPORARY}")
@@ -73,7 +78,8 @@ class Remote:
     def sizes(self, keys: Sequence[str]) -> dict[str, int | None]:
         """Return the sizes of the files that exist, None if the server does not say. Neither retried nor verified.
 
-        HTTP has no listings, so it takes one request per file. Raises TrainerError with the address.
+        HTTP has no listings, so it takes one request per file. Raises TrainerError with the address;
+        PassingError if the server may only be down.
         """
         from data_prep.servers import ask
 
@@ -85,7 +91,7 @@ class Remote:
                 found = zip(keys, pool.map(self._ask, keys), strict=True)
                 return {key: size for key, (there, size) in found if there}
         except Exception as error:  # each driver has its own error classes
-            raise TrainerError(f"{self.address}: {_reason(error)}; {_remedy(error)}") from None
+            raise _failure(self.address, error) from None
 
     def _ask(self, key: str) -> tuple[bool, int | None]:
         from data_prep.servers import ask
@@ -165,13 +171,19 @@ def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, st
 
 
 def _prove(path: Path, sha256: str | None, size: int | None) -> None:
-    """Flush the file to disk. Raises OSError if its size or sha256 is wrong."""
+    """Flush the file to disk. Raises WrongFileError if its size or sha256 is wrong."""
     found = path.stat().st_size
     if size not in (None, found):
-        raise OSError(f"{found} bytes instead of the manifest's {size}")
+        raise WrongFileError(f"{found} bytes instead of the manifest's {size}")
     if sha256 not in (None, file_sha256(path)):
-        raise OSError("it is not the manifest's file (its sha256 differs)")
+        raise WrongFileError("it is not the manifest's file (its sha256 differs)")
     sync(path)
+
+
+def _failure(place: str, error: Exception, tried: str = "") -> TrainerError:
+    """Return the error to raise: PassingError unless the same command would fail in the same way."""
+    kind = TrainerError if is_hopeless(error) or isinstance(error, WrongFileError) else PassingError
+    return kind(f"{place}: {_reason(error)}{tried}; {_remedy(error)}")
 
 
 def _reason(error: Exception) -> str:

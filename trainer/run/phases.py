@@ -16,7 +16,7 @@ from trainer.data.order import Order, largest_window
 from trainer.data.remote import is_remote
 from trainer.data.spread import Spread
 from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, resolve
-from trainer.errors import TrainerError
+from trainer.errors import PassingError, TrainerError
 from trainer.model.bert import ModelConfig
 from trainer.ranks.world import World
 from trainer.run.config import Config
@@ -41,7 +41,8 @@ class PhaseData:
 
 
 def open_phases(config: Config, world: World) -> list[PhaseData]:
-    """Open every phase's shards and check them against the configuration. Raises TrainerError with all problems.
+    """Open every phase's shards and check them against the configuration. Raises TrainerError with all problems,
+    PassingError if a server of shards does not answer.
 
     Needs no process group, so an invalid run ends before the ranks meet.
     """
@@ -64,6 +65,8 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         try:
             path, cache = _open_folder(folder, config, world)
             manifest = load_manifest(path)
+        except PassingError as error:  # the rest would only wait for the same server
+            raise PassingError(f"{where}.{key}: {error}") from None
         except (DataError, TrainerError) as error:
             problems.append(f"{where}.{key}: {error}")
             continue
