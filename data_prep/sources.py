@@ -75,9 +75,13 @@ def find_sources(inputs: Iterable[Path], where: Where = None, format: str = "aut
     if not sources:
         left_out = find_left_out(inputs, format)
         found = f" but {describe_left_out(left_out)}" if left_out else ""
-        raise DataError(f"no text files in {', '.join(map(str, inputs))}{found}: {WANTED}")
+        only_hidden = left_out and all(some.ending == HIDDEN for some in left_out)
+        remedy = "to read hidden files, rename them" if only_hidden else WANTED
+        raise DataError(f"no text files in {', '.join(map(str, inputs))}{found}: {remedy}")
     for source in sources:
-        if source.path.exists() and not source.path.is_file():  # reading a named pipe may wait forever
+        if not source.path.exists():
+            raise DataError(f"{source.path} links to no file: remove it, or restore the file")
+        if not source.path.is_file():  # reading a named pipe may wait forever
             raise DataError(f"{source.path} is a pipe or a device, not a regular file: move it out of the input")
     _refuse_misfits(sources, where, format)
     return sources
@@ -105,9 +109,9 @@ def describe_left_out(left_out: Iterable[LeftOut]) -> str:
 
 def say_left_out(left_out: Collection[LeftOut]) -> None:
     """Prints which files are not read, before the work begins."""
-    if left_out:
-        remedy = "" if all(some.ending == HIDDEN for some in left_out) else "; to read them, set --format"
-        say_error(f"data_prep: files left out: {describe_left_out(left_out)}{remedy}")
+    for hidden, remedy in ((False, "set --format"), (True, "rename them")):
+        if some := [each for each in left_out if (each.ending == HIDDEN) == hidden]:
+            say_error(f"data_prep: files left out: {describe_left_out(some)}; to read them, {remedy}")
 
 
 def format_of(name: str, format: str = "auto") -> str | None:
@@ -178,8 +182,16 @@ def _refuse_whole(path: Path) -> None:
 
 
 def _files_below(folder: Path) -> Iterator[tuple[str, bool]]:
-    """The name of each file and whether it is hidden. A hidden folder counts as one file."""
+    """The name of each file and whether it is hidden. A hidden folder counts as one file.
+
+    Raises DataError if a link leads to a folder that was there before: to itself, in a circle, or to a sibling.
+    """
+    seen: dict[str, str] = {}
     for base, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        if (first := seen.setdefault(os.path.realpath(base), base)) != base:
+            raise DataError(
+                f"input {base} is the folder {first} again, so its text would be read twice: remove the link"
+            )
         hidden = [name for name in folders if name.startswith(".")]
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files + hidden:

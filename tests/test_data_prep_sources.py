@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -140,6 +141,58 @@ def test_whatever_is_left_out_is_counted(tmp_path: Path, tokenizer: Path, capsys
     assert (
         build(folder, tokenizer, out="none") == 2 and f"no text files in {folder} but {said}" in capsys.readouterr().err
     )
+
+
+def test_hidden_files_have_their_own_remedy(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "in", {"a.txt": TEXT, "README.md": "", ".a.txt": TEXT, "b/.git/config": ""})
+    built(folder, tokenizer)
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "data_prep: files left out: 1 .md (README.md); to read them, set --format",
+        "data_prep: files left out: 2 hidden (.a.txt); to read them, rename them",
+    ]
+    assert build(folder, tokenizer, "--format", "text", out="text") == 0
+    assert capsys.readouterr().err.splitlines()[0].endswith("2 hidden (.a.txt); to read them, rename them")
+    (folder / "a.txt").unlink()
+    (folder / "README.md").unlink()
+    assert build(folder, tokenizer, out="none") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"no text files in {folder} but 2 hidden (.a.txt): to read hidden files, rename them")
+
+
+@pytest.mark.parametrize("links", [{"b/c": "."}, {"b/to_a": "../a", "a/to_b": "../b"}, {"a/b": "../b"}])
+def test_a_folder_that_is_there_again_takes_one_line(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], links: dict[str, str]
+) -> None:
+    folder = write(tmp_path / "in", {"a/a.txt": TEXT, "b/b.txt": TEXT})
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    assert build(folder, tokenizer) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search(rf"input {folder}/\S+ is the folder {folder}/\S+ again, .*: remove the link$", line)
+    assert len(line) < 3 * len(str(folder)) + 100
+
+
+def test_folders_that_all_link_to_one_another_are_not_walked_forever(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "in", {f"{n}/{n}.txt": TEXT for n in range(6)})
+    for one in range(6):
+        for other in range(6):
+            (folder / str(one) / f"to_{other}").symlink_to(f"../{other}")
+    assert build(folder, tokenizer) == 2 and "remove the link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["nowhere.txt", "link.txt"])
+def test_a_link_to_nothing_takes_one_line(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    folder = write(tmp_path / "in", {"a.txt": TEXT})
+    (folder / "link.txt").symlink_to(target)
+    assert build(folder, tokenizer) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{folder}/link.txt links to no file: remove it, or restore the file")
 
 
 @pytest.mark.parametrize(
