@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.errors import TrainerError
 from trainer.monitor.tensorboard import EventFiles, scalars
@@ -114,6 +115,13 @@ def test_a_full_disk_costs_events_and_no_run(
     never_full = EventFiles(tmp_path / "other", 0)
     never_full.write([step(number) for number in (*range(1, whole + 1), 11)])
     assert files.path.read_bytes() == never_full.path.read_bytes()
+
+
+def test_without_the_package_the_way_out_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
+    with pytest.raises(TrainerError, match="^metrics.tensorboard: .*: pip install tensorboard, or set"):
+        EventFiles(tmp_path / "new", 0)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:

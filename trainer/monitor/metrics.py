@@ -46,7 +46,7 @@ class MetricsConfig:
     log_every_steps: int = 10
     print_seconds: float = 3.0  # minimum time between two progress lines
     linger_seconds: float = 20.0  # maximum wait for one more scrape after the end; launchers kill after 30
-    tensorboard: bool = False  # also write event files to the run's folder
+    tensorboard: bool = False  # also write event files to the run's folder; needs the package tensorboard
     device_teraflops: float | None = None  # peak of one device, for the MFU; null: a known GPU's dense fp16 peak
 
     def problems(self) -> list[str]:
