@@ -152,6 +152,14 @@ def test_from_an_index_to_an_installation_without_network(tmp_path: Path) -> Non
     assert again.stderr == "deploy.wheels: error: wheels already exists: name a new folder, or remove this one\n"
 
 
+def test_what_the_host_has_is_not_collected(tmp_path: Path) -> None:
+    make_wheel(tmp_path / "index", "alpha-1.0-py3-none-any.whl", "torch")
+    (tmp_path / "lock.txt").write_text("alpha==1.0\nTorch==2.13.0\n")
+    done = collect(tmp_path, "--python", "3.12", "--exclude", "torch", index=tmp_path / "index")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "wheels").glob("*.whl")] == ["alpha-1.0-py3-none-any.whl"]
+
+
 def test_a_folder_that_would_not_be_whole_does_not_come_to_be(tmp_path: Path) -> None:
     index = tmp_path / "index"
     make_wheel(index, "alpha-1.0-py3-none-any.whl", "beta==1")
