@@ -153,7 +153,7 @@ def test_a_file_that_is_no_wheel_is_named(tmp_path: Path) -> None:
 
 
 def test_from_an_index_to_an_installation_without_network(tmp_path: Path) -> None:
-    """The lock's packages, what they need beside it in two rounds, and nothing for another host."""
+    """Collects the lock's packages and, in two rounds, what they need besides; nothing for another host."""
     index = tmp_path / "index"
     make_wheel(
         index, "alpha-1.0-cp312-cp312-manylinux_2_28_x86_64.whl", "beta[more]>=2", 'never; python_version < "3.12"'
@@ -178,7 +178,7 @@ def test_from_an_index_to_an_installation_without_network(tmp_path: Path) -> Non
         digest, name = line.split()
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
 
-    # the command that it prints, but for the folder that is installed into, and for a host that is not this one
+    # the command that it prints, except for the target folder, and for a host that is not this one
     command = done.stdout.splitlines()[-1].split()
     command[0:1] = [sys.executable, "-m", "pip"]
     command += ["--quiet", "--target", "site", "--only-binary=:all:", "--python-version=3.12"]

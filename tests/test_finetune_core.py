@@ -1,4 +1,4 @@
-"""Fine-tuning as a whole: the same for any cut and for killed runs, sweeps, and what a command leaves behind."""
+"""Fine-tuning end to end: any cut and killed runs give the same result; sweeps; the files that a command leaves."""
 
 from __future__ import annotations
 
