@@ -20,7 +20,7 @@ import trainer.engine.engine
 from data_prep.draws import bits
 from data_prep.shards import Sample
 from trainer.checkpoint.reading import flat_tensors
-from trainer.data.loader import collate, filler
+from trainer.data.collate import collate, filler
 from trainer.data.order import deal
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig

@@ -24,7 +24,7 @@ from prescribed_on_ranks import poison
 from torch import Tensor, nn
 
 from kernels import backend
-from trainer.data.loader import filler
+from trainer.data.collate import filler
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.partition import fill_masters

@@ -19,7 +19,7 @@ from engine_on_ranks import allow_fp16_on_cpus, whole
 from torch import Tensor, nn
 
 from trainer.checkpoint.reading import flat_tensors
-from trainer.data.loader import filler
+from trainer.data.collate import filler
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.model.batch import GlobalCounts, MicroBatch

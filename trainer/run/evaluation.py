@@ -22,7 +22,8 @@ from torch import Tensor
 from data_prep.draws import bits
 from kernels.cross_entropy import cross_entropy
 from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
-from trainer.data.loader import Loader, filler
+from trainer.data.collate import filler
+from trainer.data.loader import Loader
 from trainer.errors import TrainerError
 from trainer.model.batch import IGNORED, MicroBatch
 from trainer.model.bert import Bert, log_unigrams, nsp_classes
