@@ -2,8 +2,8 @@
 
     python tests/fault_table.py [--only WORDS] [--keep FOLDER]
 
-Prints two tables in Markdown. Needs root; each case has its own hosts (tests/sshd.py). WORDS select the cases that
-have these words. FOLDER gets each run's output.
+Prints two tables in Markdown. Needs root; each case has its own hosts. WORDS select the cases that contain
+them. FOLDER gets each run's output.
 """
 
 from __future__ import annotations

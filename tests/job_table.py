@@ -1,4 +1,4 @@
-"""Submits deploy/slurm/train.sbatch to a real Slurm (tests/slurm.py), injects faults, and prints how each job ends.
+"""Submits deploy/slurm/train.sbatch to a real Slurm, injects faults, and prints how each job ends.
 
     python tests/job_table.py [--only WORDS] [--keep FOLDER]
 

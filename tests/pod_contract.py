@@ -2,7 +2,7 @@
 
     python tests/pod_contract.py [--only WORDS] [--keep FOLDER]
 
-Prints Markdown. Each case has its own pods (tests/pods.py), and needs root and Helm. WORDS select the cases that begin
+Prints Markdown. Needs root and Helm; each case has its own pods. WORDS select the cases that begin
 with them. FOLDER gets each pod's output.
 """
 
