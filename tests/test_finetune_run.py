@@ -175,7 +175,7 @@ def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_pa
     newest = max(checkpoint.named(folder))
     (newest / "checkpoint.json").write_text("{")
     [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
-    passed = f"passed over: {newest} is not a whole checkpoint"
+    passed = f"skipped: {newest} is not a whole checkpoint"
     assert code == STOPPED and said.count(passed) == 1 and "resumed at step " in said, said
     for one in checkpoint.named(folder):
         (one / "checkpoint.json").write_text("{")

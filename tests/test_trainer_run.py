@@ -164,7 +164,7 @@ def test_one_rank_proves_every_part_of_two(tiny_shards: Path, tmp_path: Path) ->
     assert code == 0, said
     flip(run / "step-00000004" / PART, -7)
     code, said = train(config)
-    damaged = f"passed over: rank 0: checkpoint {run / 'step-00000004'} is damaged: the sha256 of {PART}"
+    damaged = f"skipped: rank 0: checkpoint {run / 'step-00000004'} is damaged: the sha256 of {PART}"
     assert code == 0 and damaged in said and f"resumed from {run / 'step-00000002'} at step 2" in said, said
 
 
@@ -199,9 +199,9 @@ def test_checkpoints_whose_records_cannot_be_are_passed_over(plain: Path, tmp_pa
     (run / "latest").write_text("a" * 100_000)
     code, said = train(plain, f"run.folder={run}")
     assert code == 0 and f"resumed from {run / 'step-00000004'} at step 4" in said, said
-    assert f"passed over: {run / 'latest'} names aaaa" in said
-    assert f"passed over: rank 0: checkpoint {run / 'step-00000006'} is damaged: position in its record is 1000" in said
-    assert f"passed over: {run / 'step-00000005'} is not a whole checkpoint" in said
+    assert f"skipped: {run / 'latest'} names aaaa" in said
+    assert f"skipped: rank 0: checkpoint {run / 'step-00000006'} is damaged: position in its record is 1000" in said
+    assert f"skipped: {run / 'step-00000005'} is not a whole checkpoint" in said
 
 
 def change_record(folder: Path, parts: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ class Run:
         found, passed = checkpoint.newest(self.folder, damaged)
         for reason in passed:
             if reason not in told:
-                self._say(f"passed over: {reason}")
+                self._say(f"skipped: {reason}")
         told.update(passed)
         require_allowed(self.config, found, passed)
         return "" if found is None else found.folder.name
