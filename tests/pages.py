@@ -1,4 +1,4 @@
-"""Reads README and docs as data: their links, the files they name, and the commands in their fenced blocks."""
+"""Reads README, CONTRIBUTING and docs as data: their links, the files they name, and the commands in fenced blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from ranks import ROOT
 
 README = ROOT / "README.md"
-PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 FOLDERS = "data_prep|kernels|trainer|deploy|docker|docs|tests"
