@@ -69,7 +69,7 @@ class Job:
         return _load_vocabulary(self.tokenizer_folder, self.tokenizer.sha256)
 
     def open_store(self) -> Store:
-        """Maps the store."""
+        """The token store, mapped into memory."""
         return open_store(self.store, self.selection, self.tokenizer.vocab_size)
 
     def open_plan(self) -> NDArray[np.void]:

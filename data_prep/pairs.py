@@ -222,7 +222,7 @@ def _place(store: Store, pieces: Pieces, duplicate: int, settings: Settings) -> 
 def _draw_segments(
     store: Store, document: NDArray[np.int64], need: NDArray[np.int64], *key: int | NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each ``document``, a segment of another one: it starts at a random sentence and has ``need`` tokens.
+    """Draw a segment of ``need`` tokens for each ``document``; it starts at a random sentence of another document.
 
     Returns:
         Starts and lengths in tokens, at least one sentence, [pieces] each.

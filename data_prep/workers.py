@@ -300,7 +300,7 @@ def _world() -> Intracomm | None:
 
 @contextmanager
 def _call_ranks(world: Intracomm) -> Iterator[Workers]:
-    """On rank 0: makes the other ranks serve a pool for the duration of the block."""
+    """Make the other ranks serve a pool until the block ends; called on rank 0."""
     from mpi4py.futures import MPICommExecutor
 
     assert world.rank == 0, "only rank 0 starts workers: call on_ranks first"
@@ -318,7 +318,7 @@ def _call_ranks(world: Intracomm) -> Iterator[Workers]:
 
 
 def _serve(world: Intracomm) -> int:
-    """On any other rank: works for rank 0 until it sends an exit code, and returns that code."""
+    """Work for rank 0 until it sends an exit code, and return that code; called on the other ranks."""
     from mpi4py.futures import MPICommExecutor
 
     _prepare()
@@ -333,7 +333,7 @@ def _serve(world: Intracomm) -> int:
 
 
 def _dismiss(world: Intracomm, code: int) -> None:
-    """On rank 0: ends the others. After a failure, ranks still busy after LEAVE_SECONDS are killed, this one too."""
+    """End the other ranks; called on rank 0. After a failure, all are killed if any is busy after LEAVE_SECONDS."""
     requests = [world.issend(code, rank) for rank in range(1, world.size)]
     deadline = time.monotonic() + LEAVE_SECONDS
     while requests:

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the dataclasses of the configuration: ``python -m deploy.configuration``.
 
-Each key's meaning is the comment beside its field, or the comment lines right above it. Its range is what the class's
+Each key's meaning is the comment next to its field, or the comment lines right above it. Its range is what the class's
 checks pass to :func:`trainer.bounds.outside`. So the page cannot say anything that the code does not.
 """
 

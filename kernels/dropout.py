@@ -121,7 +121,7 @@ def kept(
 
 @triton.jit
 def kept_spread(a, b, first, cut, COLUMNS: tl.constexpr):
-    """Like ``kept``, for the columns ``first + spread(COLUMNS)``, in that order."""
+    """Do the same as ``kept`` for the columns ``first + spread(COLUMNS)``, in that order."""
     own = numbers(a, b, first, COLUMNS).reshape(a.shape[0], COLUMNS // 16, 4, 2, 2)
     return tl.permute(own, 0, 1, 3, 2, 4).reshape(a.shape[0], COLUMNS) >= cut
 

@@ -2,14 +2,14 @@
 
     python tests/ablations.py PLAN.yaml OUT [--beside 4] [--gpus 2] [--seconds 400] [--set key=value …]
 
-The plan holds ``base``, a configuration, and ``rows``: a name each, and how it differs, as ``--set`` has it:
+The plan holds ``base``, a configuration, and ``rows``: for each, a name and its changes as ``--set`` takes them:
 
     base: {run: {...}, model: {...}, phases: [...]}
     rows:
       adam 1e-3: {optimizer.name: adam, phases.0.learning_rate: 1e-3}
 
-Rows start in their order, ``--beside`` at a time, each on the GPU that has the fewest. After ``--seconds`` no row
-starts, and those that still run are stopped; each saves a checkpoint. ``OUT/table.md`` holds the table,
+Rows start in order, and ``--beside`` of them run at a time, each on the GPU that has the fewest. After ``--seconds`` no
+row starts, and those still running are stopped; each saves a checkpoint. ``OUT/table.md`` holds the table,
 ``OUT/curves.json`` each row's losses.
 """
 
@@ -76,7 +76,7 @@ class Row:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the last held-out result of each row, and the least training loss of every quarter."""
+    """A Markdown table: each row's last held-out result, and its lowest training loss in every quarter of the run."""
     lines = ["| run | step | MLM, nats | [MASK] only | NSP | training MLM by quarter |", "|---|---|---|---|---|---|"]
     for row in rows:
         last = row["heldout"][-1] if row["heldout"] else {}

@@ -1,13 +1,13 @@
-"""Run by test_trainer_checkpoint.py, test_trainer_weights.py and test_gpu.py on each rank: train, save, restore.
+"""Trains, saves and restores; test_trainer_checkpoint.py, test_trainer_weights.py and test_gpu.py run it on each rank.
 
     python tests/checkpoint_on_ranks.py ROOT ZERO_STAGE STEPS [key=value …]
 
 Restores the newest checkpoint under ROOT if there is one, or starts from ``weights=PATH``; takes STEPS steps;
 saves ``every=N`` of them and the last; writes the losses of its steps to ROOT/losses-<first step>.json on rank 0
-and prints what became of each save. ``asynchronous=false``: saves hold training up. ``full=RANK:FIRST:LAST,…``:
+and prints how each save ended. ``asynchronous=false``: training waits for each save. ``full=RANK:FIRST:LAST,…``:
 the disk of one rank takes no file of more than 10 kB while these steps are saved. ``slow=SECONDS``: the
-publication of a checkpoint takes so long. ``timeout=SECONDS``: a collective may take no longer. ``device=cuda`` and
-``precision=fp16``: in this, the loss scale doubles every other step, from 2^10 on.
+publication of a checkpoint takes that long. ``timeout=SECONDS``: a collective may take no longer. ``device=cuda`` and
+``precision=fp16``: the loss scale starts at 2^10 and doubles every other step.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def slow_down(seconds: float, timeout: int) -> None:
-    """Publications that take ``seconds`` more, and collectives that may take ``timeout``."""
+    """Make publications take ``seconds`` longer, and let collectives take ``timeout``."""
     publish = saving._publish
 
     def slowly(*arguments: Any) -> Any:
@@ -90,7 +90,7 @@ def slow_down(seconds: float, timeout: int) -> None:
 
 
 def restore(root: Path, engine: Engine[Bert], world: World, path: str | None) -> int:
-    """The first step."""
+    """Restore the newest checkpoint, if there is one; returns the step to begin with."""
     found, _ = checkpoint.newest(root)
     if found is not None:
         together(lambda: checkpoint.verify(found, world.rank, world.size), world)

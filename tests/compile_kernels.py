@@ -1,7 +1,8 @@
-"""Compiles every kernel for an H100, without one: the launchers run, the launches do not.
+"""Compiles every kernel for an H100, on a machine without one: the launching code runs, but nothing is launched.
 
-A script, since the tests' own process has Triton interpret the kernels. Prints a line a kernel: its part, its name.
-On a GPU, ``compute-sanitizer --tool racecheck python tests/compile_kernels.py --launch`` launches them under a checker.
+This is a script because the tests' own process has Triton interpret the kernels. It prints a line for each kernel.
+On a GPU, ``compute-sanitizer --tool racecheck python tests/compile_kernels.py --launch`` launches them and
+looks for races.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HALF = torch.float16
 
 
 def pretend(part: str) -> None:
-    """Compile for compute capability 9.0 and launch nothing; unwritten outputs are whatever they are."""
+    """Compile for compute capability 9.0 and launch nothing; the outputs stay unwritten."""
     from triton.backends.compiler import GPUTarget
 
     target = SimpleNamespace(

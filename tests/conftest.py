@@ -33,7 +33,7 @@ settings.load_profile("lambert")
 
 @pytest.fixture(autouse=True)
 def seeds() -> None:
-    """Every test starts from the same global generator, in whatever order and company it runs."""
+    """Seed the global generator, so that a test does not depend on which tests ran before it."""
     torch.manual_seed(0)
 
 
@@ -65,19 +65,19 @@ def server(own_shards: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """The folder of a cache for remote shards, not made yet."""
+    """The path of a cache for remote shards; nothing is there yet."""
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failed fetches are tried again at once."""
+    """Retry failed fetches at once."""
     monkeypatch.setattr(remote, "WAITS", (0.01, 0.01, 0.01, 0.01))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_shards: Path) -> ModelConfig:
-    """The smallest BERT for ``tiny_shards``, dropout on."""
+    """The smallest BERT that fits ``tiny_shards``, with dropout."""
     vocab_size = load_manifest(tiny_shards).tokenizer.vocab_size
     return ModelConfig(
         layers=1, hidden=16, heads=2, intermediate=32, max_positions=SEQUENCE_LENGTH, vocab_size=vocab_size
@@ -85,7 +85,7 @@ def tiny_model(tiny_shards: Path) -> ModelConfig:
 
 
 def _document(number: int) -> str:
-    """Sentences of two-syllable words, each drawn from its place alone."""
+    """A document of two-syllable words, a sentence per line; each word depends only on its place."""
     sentences = []
     for line in range(18):
         draws = bits(11, number, line, np.arange(25))

@@ -1,4 +1,4 @@
-"""Tiny corpora of private words: word 7 of document 3 is "d3w7" and stands nowhere else."""
+"""Tiny corpora whose every word is unique: word 7 of document 3 is "d3w7" and occurs nowhere else."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SPECIAL_IDS = {0, 1, 2, 3, 4}
 
 @dataclass(frozen=True)
 class Words:
-    """A segment: the document it is from and the numbers of its words there."""
+    """A segment: its document, and its words' numbers there."""
 
     document: int
     words: list[int]
 
 
 def write_corpus(folder: Path, sentences: list[int], words: int, different: int | None = None) -> tuple[Path, Path]:
-    """A .txt with ``sentences[d]`` sentences of ``words`` words in document d; a tokenizer of whole words.
+    """Write a .txt with ``sentences[d]`` sentences of ``words`` words in document d, and a tokenizer of whole words.
 
-    ``different`` words of a document come again and again, for a small vocabulary; None: no word comes twice.
+    ``different``: how many different words a document has, for a small vocabulary; None: no word comes twice.
     """
     lines: list[str] = []
     for document, count in enumerate(sentences):
@@ -39,7 +39,7 @@ def write_corpus(folder: Path, sentences: list[int], words: int, different: int 
 
 
 def write_tokenizer(folder: Path, pieces: list[str], specials: tuple[str, ...] = SPECIALS) -> Path:
-    """A tokenizer as Google published BERT's: a vocab.txt alone."""
+    """Write a tokenizer as Google published BERT's: only a vocab.txt."""
     folder.mkdir(parents=True)
     (folder / "vocab.txt").write_text("\n".join([*specials, *pieces]) + "\n", "utf-8")
     return folder
@@ -55,7 +55,7 @@ def read_samples(folder: Path) -> Iterator[Sample]:
 
 
 def segments(folder: Path) -> Iterator[tuple[Sample, Words, Words]]:
-    """Each sample with its A and B, read off the private words."""
+    """Each sample with its segments A and B, recognized by their unique words."""
     pieces = np.array(load_tokenizer(folder / TOKENIZER_FOLDER).pieces)
     for sample in read_samples(folder):
         words = pieces[sample.ids].tolist()
@@ -63,7 +63,7 @@ def segments(folder: Path) -> Iterator[tuple[Sample, Words, Words]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """The contents of every file below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 

@@ -1,13 +1,13 @@
-"""Trains one model in several ways on the same samples, and draws the losses over one another, by hand, on GPUs.
+"""Trains one model in several ways on the same samples on GPUs, then draws the losses in one picture.
 
-    python tests/draw_curves.py OUT --shards SHARDS [--plan kernels batches warm-up stages]   train; a folder a run
-    python tests/draw_curves.py OUT --draw docs/curves.png                      draw what is there
+    python tests/draw_curves.py OUT --shards SHARDS [--plan kernels batches warm-up stages]
+    python tests/draw_curves.py OUT --draw docs/curves.png
 
 ``stages``: BERT-Base with LAMB at 8,192 sequences in fp16, under ZeRO 1 and 2 on two GPUs and ZeRO 1 on four; ZeRO 3,
 and ZeRO 1 on one GPU, for half as long; ZeRO 0 in fp32 for 30 steps. ``batches``: LAMB and Adam at 256 and 8,192
-sequences over equally many samples. ``warm-up``: both at 8,192 behind a longer one, on one GPU. ``kernels``: 200
-steps of the kernels and of the plain references. Written for four GPUs. ``--small`` trains a small model at small
-batches on CPUs, to see that the script works.
+sequences over equally many samples. ``warm-up``: both at 8,192 after a longer warm-up, on one GPU. ``kernels``: 200
+steps with the kernels and with the plain references. It is written for four GPUs. ``--small`` trains a small model at
+small batches on CPUs, to see that the script works.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64}
 
 
 class Curve(NamedTuple):
-    """A run; its name stands in the picture."""
+    """One run; its name is shown in the picture."""
 
     name: str
     gpus: tuple[int, ...]
@@ -43,7 +43,7 @@ class Curve(NamedTuple):
     samples: int = 200 * 8192
     precision: str = "auto"
     kernels: str = "auto"
-    rate: float | None = None  # RATES says where there is none
+    rate: float | None = None  # None: from RATES
     warmup: int = 20  # steps of 8,192 samples; the rate stays constant after it
 
 
@@ -108,7 +108,7 @@ def configuration(curve: Curve, shards: Path, out: Path, small: bool) -> dict[st
 
 
 def start(curve: Curve, shards: Path, out: Path, small: bool) -> subprocess.Popen[bytes]:
-    """The run under torchrun; its output goes into a file beside its folder."""
+    """Start the run under torchrun; its output goes into a file next to its folder."""
     config = configuration(curve, shards, out, small)
     path = Path(config["run"]["folder"]).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
@@ -120,7 +120,7 @@ def start(curve: Curve, shards: Path, out: Path, small: bool) -> subprocess.Pope
 
 
 def train(plan: str, shards: Path, out: Path, small: bool) -> None:
-    """All runs of a plan that there are GPUs for, a line each as they end; some share one where there are few."""
+    """Train every run of a plan that has GPUs, and print a line as each ends; runs share GPUs if there are few."""
     out.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count() or 4
     for row in PLANS[plan]:
@@ -134,7 +134,7 @@ def train(plan: str, shards: Path, out: Path, small: bool) -> None:
 
 
 def draw(out: Path, picture: Path) -> None:
-    """Losses, the loss scale, trust ratios; and the losses of the other plans. Prints what they come to."""
+    """Draw losses, the loss scale and trust ratios, and the losses of the other plans; print the final values."""
     import matplotlib
 
     matplotlib.use("Agg")

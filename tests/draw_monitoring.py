@@ -1,7 +1,9 @@
-"""Draws docs/monitoring.png, by hand: ``python tests/draw_monitoring.py docs/monitoring.png``, after ``make demo``.
+"""Draws docs/monitoring.png from a six-minute run; it needs the shards of ``make demo``.
 
-For six minutes the demo's model trains on two nodes. One rank is slow for a while, then stands still; the run is
-killed, comes back with its ranks on each other's node, and is stopped. Alerts are scaled: a minute is a second.
+    python tests/draw_monitoring.py docs/monitoring.png
+
+The demo's model trains on two nodes. One rank is slow for a while, then hangs; the run is killed, restarts with its
+ranks on each other's node, and is stopped. Alerts are scaled: a minute becomes a second.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 def configure(site: Site) -> None:
-    """The first phase of the demo, with frequent checkpoints and evaluations."""
+    """Write the configuration: the demo's first phase, with frequent checkpoints and evaluations."""
     tree = yaml.safe_load(CONFIG.read_text("utf-8"))
     tree["run"] |= {"name": RUN, "folder": str(site.folder / RUN)}
     tree["phases"] = [tree["phases"][0] | {"steps": STEPS}]
@@ -61,7 +63,7 @@ def let(site: Site, seconds: float) -> None:
 
 
 def fault(site: Site, alert: str) -> None:
-    """Wait for the alert of what has just been planted, and a little longer."""
+    """Wait for the alert about the fault that was just planted, and a little longer."""
     planted = time.time()
     told = site.reaches(alert, RUN, planted)
     print(f"{alert}: {told.at - planted:.1f} s", flush=True)
@@ -69,7 +71,7 @@ def fault(site: Site, alert: str) -> None:
 
 
 def end(site: Site, number: int) -> None:
-    """Send all ranks a signal, and see them gone."""
+    """Send all ranks a signal, and wait until they are gone."""
     for rank in site.running:
         rank.send_signal(number)
     ranks.finish(site.running)

@@ -1,9 +1,9 @@
-"""Run by test_trainer_engine.py and test_gpu.py on each rank: steps of the engine over one global batch, cut as asked.
+"""Takes engine steps over one global batch, cut as asked; test_trainer_engine.py and test_gpu.py run it on each rank.
 
     python tests/engine_on_ranks.py OUT ZERO_STAGE MICRO_BATCHES STEPS [key=value …]
 
-``batch=16``: samples of a step. ``scales=1,256``: the loss scales of the steps, over and over; by default the engine's
-own, from ``scale`` on, that grows after ``growth`` steps. ``poison=RANK:STEP``: that rank overflows in it.
+``batch=16``: samples of a step. ``scales=1,256``: the loss scales of the steps, repeated; by default the engine's
+own, which starts at ``scale`` and grows after ``growth`` steps. ``poison=RANK:STEP``: that rank overflows in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import trainer.engine.engine
 from data_prep.draws import bits
 from data_prep.shards import Sample
 from trainer.checkpoint.reading import flat_tensors
-from trainer.data.loader import collate, filler
+from trainer.data.collate import collate, filler
 from trainer.data.order import deal
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
@@ -44,7 +44,7 @@ DEFAULTS = {
 
 
 def sample(number: int) -> Sample:
-    """A pair whose length and number of masks vary much with its number, drawn from the number alone."""
+    """A pair drawn from its number alone; its length and number of masks vary widely."""
     draw = bits(7, number, np.arange(200))
     length = 6 + int(draw[0] % 58)
     ids = (5 + draw[1 : length + 1] % 85).astype(np.int32)
@@ -65,12 +65,12 @@ def cut(step: int, rank: int, size: int, micro_batches: int, batch: int = 16) ->
 
 
 def heldout(rank: int, size: int) -> Iterator[MicroBatch]:
-    """This rank's share of seven samples, one by one: more on some ranks than on others."""
+    """This rank's share of seven samples, one per batch; some ranks get more than others."""
     return (collate([sample(number)], np.array([number])) for number in range(10_000 + rank, 10_007, size))
 
 
 def whole(engine: Engine[Bert], kind: str) -> dict[str, torch.Tensor]:
-    """The masters ("weight") or a moment, by name, put together from all ranks; all of them call it."""
+    """The masters ("weight") or a moment by name, gathered from all ranks; every rank must call it."""
     own = [
         (part.name, part.start, flat_tensors(engine.optimizer, buffer)[kind][part.offset :][: part.length].cpu())
         for buffer in engine.partition.buffers
@@ -85,7 +85,7 @@ def whole(engine: Engine[Bert], kind: str) -> dict[str, torch.Tensor]:
 
 
 def allow_fp16_on_cpus() -> None:
-    """PyTorch computes in fp16 on CPUs, slowly; it is Lambert and DeepSpeed that refuse it there."""
+    """Allow fp16 on CPUs: PyTorch computes it there, slowly, but Lambert and DeepSpeed refuse it."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda self: True

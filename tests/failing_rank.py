@@ -1,6 +1,6 @@
-"""A rank whose system calls fail: ``failing_rank.py CALL ERRNO STEP SCRIPT ARGUMENTS…``.
+"""Runs a rank whose system calls fail: ``failing_rank.py CALL ERRNO STEP SCRIPT ARGUMENTS…``.
 
-From the reading of step STEP on, each ``os.CALL`` raises that error; ERRNO 0 is a MemoryError.
+Once step STEP is read, each ``os.CALL`` raises that error; ERRNO 0 is a MemoryError.
 """
 
 from __future__ import annotations

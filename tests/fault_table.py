@@ -1,9 +1,9 @@
-"""A run of two hosts under each launcher, and what becomes of it when it is hit, executed:
+"""Runs two hosts under each launcher, injects faults, and prints tables of how each run ends.
 
     python tests/fault_table.py [--only WORDS] [--keep FOLDER]
 
-Prints two tables in Markdown. Needs root; each case has hosts of its own (tests/sshd.py). WORDS pick the cases that
-have them. FOLDER gets what each run said.
+Prints two tables in Markdown. Needs root; each case has its own hosts. WORDS select the cases that contain
+them. FOLDER gets each run's output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HEAD = ("launcher", "hit by", "the command returned", "after", "said", "last ste
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case."""
+    """One row of the table: a launcher, a fault, and how the run ended."""
 
     launcher: str
     fault: str
@@ -58,7 +58,7 @@ def terminate(run: Started) -> None:
 
 
 def terminate_twice(run: Started) -> None:
-    """The second one as a checkpoint is being written, if there is any command left then to have it."""
+    """Send a second SIGTERM while a checkpoint is being written, if a command is still there to receive it."""
     target = run.pid()
     os.kill(target, signal.SIGTERM)
     wait_for(lambda: saving(run) or run.ended() and not run.ranks(), SETTLE)
@@ -100,14 +100,14 @@ FAULTS: dict[str, Callable[[Started], None]] = {
 
 
 def print_row(cells: Sequence[str], *rule: str) -> None:
-    """A line of Markdown, and one below it."""
+    """Print a row of a Markdown table, and a rule below it if one is given."""
     for line in (cells, rule):
         if line:
             print("| " + " | ".join(line) + " |", flush=True)
 
 
 def saving(run: Started) -> bool:
-    """Whether a checkpoint is half written."""
+    """Whether a checkpoint is being written."""
     return any(run.folder.glob(".step-*.tmp"))
 
 
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def compare(launcher: str, folder: Path, shards: Path, expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Start a run, wait for its end, and print its row; returns the losses that are expected of the next one."""
+    """Start a run, wait for its end, and print its row; returns its losses, which the next run must have, too."""
     folder.mkdir()
     config = write_config(folder, shards, 12, run={"device": "cpu"}, metrics={"log_every_steps": 1})
     with started(launcher, folder, config) as run:
@@ -155,7 +155,7 @@ def compare(launcher: str, folder: Path, shards: Path, expected: list[dict[str, 
 
 @contextlib.contextmanager
 def started(launcher: str, folder: Path, config: Path) -> Iterator[Started]:
-    """A run on two hosts of its own, with a Slurm if it needs one."""
+    """Start a run on two hosts of its own, with a Slurm if it needs one."""
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(site(folder / "site"))
         if launcher == "srun":
@@ -166,7 +166,7 @@ def started(launcher: str, folder: Path, config: Path) -> Iterator[Started]:
 
 
 def execute(launcher: str, fault: str, folder: Path, shards: Path) -> Outcome:
-    """Start a run, hit it after its first checkpoint, and look what becomes of it."""
+    """Start a run, inject the fault after its first checkpoint, and observe how it ends."""
     folder.mkdir()
     sections: dict[str, dict[str, Any]] = {
         "run": {"device": "cpu", "timeout_seconds": 30},
@@ -192,7 +192,7 @@ def execute(launcher: str, fault: str, folder: Path, shards: Path) -> Outcome:
 
 
 def trained(run: Started) -> bool:
-    """Whether it is some steps beyond its first checkpoint."""
+    """Whether the run is some steps beyond its first checkpoint."""
     assert not run.ended(), run.output()
     done = lines(run.folder, "step")
     return bool(done) and int(done[-1]["step"]) > EVERY + 2 and not saving(run)
@@ -204,7 +204,7 @@ def marker(run: Started) -> str:
 
 
 def steps(run: Started) -> str:
-    """The last step that was done, and the one that the newest checkpoint has."""
+    """The last step taken, and the step of the newest checkpoint."""
     saved = [int(path.parent.name.split("-")[1]) for path in run.folder.glob("step-*/checkpoint.json")]
     return f"{lines(run.folder, 'step')[-1]['step']} → {max(saved)}"
 

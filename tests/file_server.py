@@ -1,4 +1,4 @@
-"""An HTTP server of a data set's files whose network is bad where a test wants it, and a loader of what it serves."""
+"""An HTTP server for a data set's files that fails in the ways a test asks for, and a loader for what it serves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WINDOW, BATCH = 1, 24  # of shards, of samples; the data set has five shards of 
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``folder``. ``faults`` of a file's name: what becomes of the next requests for it."""
+    """A server for ``folder``. ``faults`` maps a file's name to how the next requests for it fail."""
 
     daemon_threads = True
 
@@ -60,12 +60,12 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def tars(self) -> Counter[str]:
-        """How often each tar was asked for."""
+        """How often each tar was requested."""
         return Counter(name for name in self.gets if name.endswith(".tar"))
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """One request."""
+    """Answers one request."""
 
     server: Server
 
@@ -95,7 +95,7 @@ class Handler(SimpleHTTPRequestHandler):
                     self.misbehave(fault, content)
 
     def misbehave(self, fault: str, content: bytes) -> None:
-        """Answer as no good server does."""
+        """Answer with the fault that the test planted."""
         if fault in ENDLESS:
             start, block, pause = ENDLESS[fault]
             self.wfile.write(start.replace(b"SIZE", b"%d" % len(content)))
@@ -173,7 +173,7 @@ def whole_tars(cache: Path) -> set[str]:
 
 
 def damage(folder: Path, kind: str) -> None:
-    """Do to shard 1, or its index, what ``kind`` says."""
+    """Damage shard 1, or its index, in the way that ``kind`` names."""
     path = folder / ("shard-00001.idx.npy" if kind.startswith("index") else "shard-00001.tar")
     data = path.read_bytes()
     match kind.split()[-1]:

@@ -1,11 +1,11 @@
-"""Fine-tunes beside transformers' Trainer, by hand: the same files, settings and seeds; figures and times of both.
+"""Compares fine-tuning with transformers' Trainer on the same files, settings and seeds: metrics and times of both.
 
     python tests/finetune_beside.py --model MINILM --tasks DATA --only rte mrpc --seeds 1 2 3 --who ours theirs
 
-DATA holds a folder a task. Both have length 128 (384 for questions), batches of 32, three epochs, a rate of 5e-5, AdamW
-with epsilon 1e-6 and a decay of 0.01, warm-up over a tenth, no clipping, fp16 on a GPU, and are judged on dev after
-each epoch by the same code. Theirs pads each batch to its longest sequence; its rate decays from the end of the
-warm-up, ours from the start. Seconds are those of training and judging; reading and tokenising are left out of both.
+DATA holds a folder for each task. Both use length 128 (384 for questions), batches of 32, three epochs, a rate of 5e-5,
+AdamW with epsilon 1e-6 and a decay of 0.01, warm-up over a tenth, no clipping and fp16 on a GPU. The same code
+evaluates both on dev after each epoch. Theirs pads each batch to its longest sequence; its rate decays from the end of
+the warm-up, ours from the start. Seconds cover training and evaluation, not reading and tokenizing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def file_of(folder: Path, part: str) -> Path:
 
 
 def ours(name: str, folder: Path, model: Path, seeds: list[int], tell: Any) -> tuple[list[float], list[float]]:
-    """Metrics and seconds by seed, of ``python -m trainer.finetune``."""
+    """Metrics and seconds of ``python -m trainer.finetune``, by seed."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "trainer.finetune", "--task", name, "--model", str(model), "--out", out]
         command += ["--train", str(file_of(folder, "train")), "--dev", str(file_of(folder, "dev"))]
@@ -54,7 +54,7 @@ def ours(name: str, folder: Path, model: Path, seeds: list[int], tell: Any) -> t
 
 
 class Features(torch.utils.data.Dataset[dict[str, Any]]):
-    """Units of one example as transformers' collators want them."""
+    """A data set of one-example units in the form that transformers' collators take."""
 
     def __init__(self, units: list[Unit], task: Task) -> None:
         self.rows = [self._row(unit[0], task) for unit in units]
@@ -83,7 +83,7 @@ class Features(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def answers(predicted: Any, units: list[Unit], task: Task) -> list[NDArray[np.float32]]:
-    """Their logits as ``Task.score`` wants them."""
+    """transformers' logits in the form that ``Task.score`` takes."""
     if task.pooled:
         return [row[None] for row in np.asarray(predicted, np.float32)]
     rows = np.stack(predicted, -1) if isinstance(predicted, tuple) else predicted  # (E, S, outputs)
@@ -91,7 +91,7 @@ def answers(predicted: Any, units: list[Unit], task: Task) -> list[NDArray[np.fl
 
 
 def theirs(name: str, folder: Path, model: Path, seeds: list[int], tell: Any) -> tuple[list[float], list[float]]:
-    """The same of transformers' Trainer."""
+    """Metrics and seconds of transformers' Trainer, by seed."""
     import transformers
 
     task = known(name).make(Wish(file_of(folder, "train")), tell)

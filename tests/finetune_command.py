@@ -1,4 +1,4 @@
-"""The command of fine-tuning as tests run it, on real ranks, and what it leaves behind."""
+"""Runs the fine-tuning command on real ranks, and reads the files that it leaves."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Inputs:
 
 
 def make_inputs(folder: Path) -> Inputs:
-    """A random BERT, and a task with 96 training texts and 60 dev texts."""
+    """Write a random BERT, and a task with 96 training texts and 60 dev texts."""
     return Inputs(bert_folder(folder), write_data(folder / "data"))
 
 
 def finetune(
     inputs: Inputs, out: Path, *arguments: str, size: int = 1, aim: str = "-", script: str = ON_RANKS
 ) -> list[tuple[int, str]]:
-    """The command on ``size`` ranks: 30 steps of 16, with an evaluation after each 6; (exit code, output) of each."""
+    """Run the command on ``size`` ranks: 30 steps of 16, an evaluation every 6. Returns (exit code, output) of each."""
     recipe = ["--rates", "1e-2", "--batches", "16", "--epochs", "5", "--max-length", "24"]
     said = ["--task", "sst2", "--data", str(inputs.data), "--model", str(inputs.model), "--out", str(out), *recipe]
     return ranks.finish(ranks.fork(size, script, aim, *said, "--device", "cpu", *arguments))
@@ -50,7 +50,7 @@ def result(out: Path, seed: int = 1, **setting: float) -> dict[str, Any]:
 
 
 def told(out: Path, what: str, seed: int = 1, **setting: float) -> dict[int, float]:
-    """Step: its loss or its rate, as the run told it; of a step that was taken twice, the later one."""
+    """The run's loss or rate by step; for a repeated step, the later one."""
     journal = read_lines(run_folder(out, seed, **setting) / "metrics.jsonl")
     return {line["step"]: line[what] for line in journal if line["event"] == "step"}
 

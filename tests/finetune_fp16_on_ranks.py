@@ -1,7 +1,7 @@
-"""Run by a test on each rank: fine-tuning in fp16 on CPUs, as finetune_on_ranks.py, of which some steps overflow.
+"""Fine-tunes in fp16 on CPUs, like finetune_on_ranks.py, but some steps overflow; a test runs it on each rank.
 
-The loss scale is 2^10 at first, too low for others to overflow, and doubles after four good steps. Each step tells its
-own: ``scale STEP SCALE``.
+The loss scale starts at 2^10, too low for any other step to overflow, and doubles after four good steps. Each step
+prints its own: ``scale STEP SCALE``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TAKE = Engine.step
 
 
 def step(self: Engine[Any], batches: Sequence[Rows], counts: Any, number: int, rate: float) -> StepResult:
-    """A step whose gradients are infinite where it is one of OVERFLOW."""
+    """Take a step; its gradients are infinite if it is one of OVERFLOW."""
     print(f"scale {number} {self.loss_scale.scale:g}", flush=True)
     hook = self.model.head_bias.register_hook(lambda g: g + torch.inf) if number in OVERFLOW else None
     try:

@@ -1,4 +1,4 @@
-"""Small inputs of the tests of fine-tuning: a made-up vocabulary, a random BERT in Hugging Face's form, easy tasks."""
+"""Small inputs for the fine-tuning tests: a made-up vocabulary, a random BERT in Hugging Face's format, easy tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TINY = ModelConfig(
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """A tokenizer of PIECES, as ``transformers`` has it."""
+    """Write a tokenizer of PIECES in the format of ``transformers``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}), encoding="utf-8")
@@ -31,7 +31,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def bert_folder(folder: Path, model: ModelConfig = TINY, pooler: bool = True) -> Path:
-    """A random BERT with its tokenizer, as Hugging Face has it; without its pooler, as a masked-LM class saves it."""
+    """Write a random BERT and its tokenizer in Hugging Face's format; without a pooler, as from a masked-LM class."""
     made = folder / "bert"
     write_folder(Bert(model, seed=4).state_dict(), model, tokenizer_folder(folder / "tokenizer"), made)
     if not pooler:
@@ -42,7 +42,7 @@ def bert_folder(folder: Path, model: ModelConfig = TINY, pooler: bool = True) ->
 
 
 def sentences(count: int, first: int = 0) -> list[list[str]]:
-    """Texts of 3 to 8 of WORDS, each drawn from its number alone."""
+    """Texts of 3 to 8 of WORDS; each depends only on its number."""
     made = []
     for number in range(first, first + count):
         draws = bits(23, number, np.arange(10))
@@ -51,7 +51,7 @@ def sentences(count: int, first: int = 0) -> list[list[str]]:
 
 
 def write_classes(path: Path, count: int, first: int = 0) -> Path:
-    """Texts in TSV under the columns sentence and label: 1 where most words begin with b or d."""
+    """Write a TSV with the columns sentence and label: the label is 1 if most words begin with b or d."""
     rows = [
         f"{' '.join(words)}\t{int(np.mean([word[0] in 'bdf' for word in words]) > 0.5)}"
         for words in sentences(count, first)
@@ -61,7 +61,7 @@ def write_classes(path: Path, count: int, first: int = 0) -> Path:
 
 
 def write_numbers(path: Path, count: int, first: int = 0) -> Path:
-    """Pairs of texts in TSV, and how many of the words begin with b or d, as a share of 5."""
+    """Write a TSV of text pairs, each labeled with 5 times the share of its words that begin with b or d."""
     rows = []
     for words in sentences(count, first):
         share = 5 * float(np.mean([word[0] in "bd" for word in words]))
@@ -71,7 +71,7 @@ def write_numbers(path: Path, count: int, first: int = 0) -> Path:
 
 
 def write_data(folder: Path, train: int = 96, dev: int = 60) -> Path:
-    """A folder with a training and a dev file of classes, as SST-2 has them."""
+    """Write a folder with a training and a dev file of classes, in the format of SST-2."""
     folder.mkdir(parents=True, exist_ok=True)
     write_classes(folder / "train.tsv", train)
     write_classes(folder / "dev.tsv", dev, first=10_000)

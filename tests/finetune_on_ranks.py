@@ -1,9 +1,9 @@
-"""Run by the tests of fine-tuning on each rank: ``trainer.finetune`` itself, with a signal to itself at an aim.
+"""Runs ``trainer.finetune`` and sends it a signal at an aim; the fine-tuning tests run it on each rank.
 
     python tests/finetune_on_ranks.py AIM ARGUMENTS…
 
-AIM is ``SIGNAL:STEPS``: each rank sends itself the signal of that number when it has tried so many steps; or ``-``.
-``poison:RATE`` makes the third step's gradients of runs at that rate infinite, and counts the engines that are alive
+AIM is ``SIGNAL:STEPS`` or ``-``: each rank sends itself the signal of that number after that many attempted steps.
+``poison:RATE`` makes the third step's gradients infinite in runs at that rate, and counts the engines that are alive
 after each run.
 """
 
@@ -26,7 +26,7 @@ TAKE = Engine.step
 
 
 def aim_at(signal: int, steps: int) -> None:
-    """Send this process a signal after so many steps of it."""
+    """Make this process send itself a signal after that many steps."""
     taken = 0
 
     def step(self: Engine[Any], batches: Sequence[Rows], counts: Any, number: int, rate: float) -> StepResult:
@@ -41,7 +41,7 @@ def aim_at(signal: int, steps: int) -> None:
 
 
 def poison(peak: float) -> None:
-    """Make the third step's gradients infinite where the rate is above a quarter of ``peak``."""
+    """Make the third step's gradients infinite if the rate is above a quarter of ``peak``."""
     let_go = sweep._let_go
 
     def step(self: Engine[Any], batches: Sequence[Rows], counts: Any, number: int, rate: float) -> StepResult:

@@ -21,14 +21,14 @@ FIRST = 5  # the id of a vocabulary's first piece of its own
 
 
 def vocabulary(folder: Path, pieces: str, cased: bool = False) -> Tokenizer:
-    """BERT's tokenizer of the space-separated pieces."""
+    """Write BERT's tokenizer with a vocabulary of the space-separated pieces."""
     write_tokenizer(folder, pieces.split())
     (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": not cased}))
     return load_tokenizer(folder).encoder
 
 
 def tiny(task: Task, pieces: int, seed: int = 0) -> TaskModel:
-    """One layer, without dropout."""
+    """A model of one layer, without dropout."""
     shape = ModelConfig(layers=1, hidden=32, heads=2, intermediate=64, max_positions=64, vocab_size=pieces)
     sure = ModelConfig(**{**vars(shape), "dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.1})
     return TaskModel(sure, task, seed)
@@ -41,7 +41,7 @@ def answers(model: TaskModel, units: Sequence[Unit]) -> list[NDArray[np.float32]
 
 
 def learn(model: TaskModel, units: Sequence[Unit], steps: int) -> None:
-    """``steps`` of Adam on all units at once."""
+    """Take ``steps`` steps of Adam, each on all units at once."""
     batch = collate(units, range(len(units)), model.task.dtype)
     targets = sum(map(model.task.count, units))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)

@@ -1,4 +1,4 @@
-"""Imported once by the server that ``ranks.fork`` forks ranks from; everything that a rank imports is here already."""
+"""Imports everything that a rank needs, once, in the server from which ``ranks.fork`` forks the ranks."""
 
 from __future__ import annotations
 

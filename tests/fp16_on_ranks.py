@@ -1,8 +1,9 @@
-"""Run by test_trainer_fp16_run.py on each rank: the trainer in fp16 on CPUs, where some steps' gradients overflow.
+"""Runs the trainer in fp16 on CPUs; some steps overflow. test_trainer_fp16_run.py runs it on each rank.
 
     python tests/fp16_on_ranks.py ATTEMPTS NOTES AIMS TRAINER-ARGUMENTS…
 
-ATTEMPTS is a JSON list of theirs, counted since the run's beginning; the rest is as in trainer_on_ranks.py.
+ATTEMPTS is a JSON list of the steps to overflow, counted from the run's beginning as attempts. The other arguments are
+those of trainer_on_ranks.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainer.model.bert import Bert
 
 
 def overflow(attempts: list[int]) -> None:
-    """Make an element of the gradient infinite in these."""
+    """Make an element of the gradient infinite in these attempts."""
     take = Engine.step
 
     def step(

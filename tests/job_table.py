@@ -1,8 +1,8 @@
-"""deploy/slurm/train.sbatch as a user submits it, hit in different ways, executed on the Slurm of tests/slurm.py:
+"""Submits deploy/slurm/train.sbatch to a real Slurm, injects faults, and prints how each job ends.
 
     python tests/job_table.py [--only WORDS] [--keep FOLDER]
 
-Prints Markdown. Needs root. Ends with an error when a job comes to another end than its case says.
+Prints Markdown. Needs root. Exits with an error if a job ends in another way than its case says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEAD = ("the job is hit by", "at step", "goes on from", "ends as", "restarts", "
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted one."""
+    """A submitted job."""
 
     site: Site
     number: str
@@ -54,7 +54,7 @@ class Job:
         return [pid for host in self.site.hosts for pid in host.pids() if is_rank(pid)]
 
     def steps(self) -> list[int]:
-        """The numbers of the steps taken so far; those taken again are there again."""
+        """The numbers of the steps taken so far; a repeated step is listed again."""
         return [int(line["step"]) for line in lines(self.folder / "run", "step")]
 
 
@@ -63,10 +63,10 @@ def signal_job(job: Job) -> None:
 
 
 def end_time(job: Job) -> None:
-    """Its limit is in a minute, or has been: `--signal=TERM@60` comes at once."""
+    """Move its time limit to a minute from now, so that `--signal=TERM@60` sends the signal at once."""
     ask(job.site, "scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
     require(wait_for(lambda: job.state() == "PENDING", PATIENCE), job)
-    ask(job.site, "scontrol", "update", f"JobId={job.number}", "TimeLimit=30")  # else the next attempt ends likewise
+    ask(job.site, "scontrol", "update", f"JobId={job.number}", "TimeLimit=30")  # or the next attempt ends like this one
 
 
 def kill_rank(job: Job) -> None:
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def execute(name: str, folder: Path, shards: Path, expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Submit the job, hit it, wait for its end, print its row; the losses of a job that nothing has hit."""
+    """Submit the job, inject the fault, wait for its end and print its row; returns an undisturbed job's losses."""
     folder.mkdir()
     sections: dict[str, dict[str, Any]] = {"run": {"device": "cpu"}, "checkpoint": {"every_steps": EVERY}}
     config = write_config(folder, shards, STEPS, **sections, metrics={"log_every_steps": 1})
@@ -141,7 +141,7 @@ def execute(name: str, folder: Path, shards: Path, expected: list[dict[str, Any]
 
 
 def submit(place: Site, folder: Path, config: Path) -> Job:
-    """Submit as the script's head says, except for one rank per node and a user's environment."""
+    """Submit with the options in the script's head, except for one rank per node and a user's environment."""
     given = place.environ() | SETTINGS | {"PYTHON": PYTHON}
     words = ["sbatch", "--parsable", f"--chdir={ROOT}", f"--output={folder}/log", "--ntasks-per-node=1"]
     words += ["--gpus-per-node=1", "--cpus-per-task=1", "--time=30", "--signal=TERM@60"]

@@ -1,4 +1,4 @@
-"""The criterion of every kernel: it errs at most twice as much as PyTorch does in the same dtype."""
+"""The accuracy criterion for every kernel: its error is at most twice that of PyTorch in the same dtype."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def assert_errs_at_most_twice(ours: Tensor, same_dtype: Tensor, exact: Tensor, name: str) -> None:
-    """``ours`` is at most twice as far from ``exact`` as ``same_dtype`` is, in maximum and RMS.
+    """Assert that ``ours`` is at most twice as far from ``exact`` as ``same_dtype`` is, in maximum and RMS.
 
     ``same_dtype`` is what PyTorch's own operations give in the dtype of ``ours``; ``exact`` is the same from
-    fp32 or fp64 (fp64 where ``ours`` is fp32). One unit in the last place is allowed beside that: for the
-    maximum each element's own, for the RMS the RMS of them. What rounds to infinity must be infinite in
-    ``ours``, all else finite; where only PyTorch overflows, its error there does not count.
+    fp32 or fp64 (fp64 if ``ours`` is fp32). One unit in the last place is allowed on top: each element's
+    own for the maximum, and their RMS for the RMS. What rounds to infinity must be infinite in ``ours``,
+    everything else finite; if only PyTorch overflows, its error there does not count.
     """
     assert ours.shape == same_dtype.shape == exact.shape, f"{name}: {ours.shape}, {same_dtype.shape}, {exact.shape}"
     assert ours.dtype == same_dtype.dtype, f"{name}: {ours.dtype}, {same_dtype.dtype}"
@@ -41,7 +41,7 @@ def assert_errs_at_most_twice(ours: Tensor, same_dtype: Tensor, exact: Tensor, n
 
 @contextmanager
 def poisoned_buffers() -> Iterator[None]:
-    """A context in which memory that torch allocates and nobody has written yet holds NaN, or the largest integer."""
+    """Fill memory that torch allocates, until it is written, with NaN or the largest integer, inside this context."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills as it allocates: torch.utils.deterministic
     try:

@@ -1,4 +1,4 @@
-"""A run of two hosts under each launcher, as a user's shell starts it: the commands, and what becomes of them."""
+"""Starts a run on two hosts under each launcher, as a user's shell would, and follows its commands and ranks."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ AS_ROOT = ["--allow-run-as-root"]  # which these tests are, and no user should b
 
 @dataclass(frozen=True)
 class Site:
-    """Two hosts, and the folder in which their user works."""
+    """Two hosts, and their user's working folder."""
 
     hosts: list[Host]
     folder: Path
 
     def environ(self) -> dict[str, str]:
-        """A user's own variables on a host, without any of the launchers'."""
+        """The user's own variables on a host, without any that a launcher sets."""
         path = f"{self.folder}/bin:{BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         return {"PATH": path, "HOME": str(self.folder), "SLURM_CONF": f"{self.folder}/slurm.conf"}
 
 
 @contextlib.contextmanager
 def site(folder: Path) -> Iterator[Site]:
-    """Two hosts whose user has a host file, and the settings of all ranks where ``deepspeed`` looks for them."""
+    """Two hosts whose user has a host file, and the ranks' settings in the file that ``deepspeed`` reads."""
     with hosts(2, folder) as pair:
         (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in pair))
         (folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in SETTINGS.items()))
@@ -58,7 +58,7 @@ Shell = tuple[list[str], dict[str, str]]  # words, and variables set before them
 
 
 def deepspeed_pdsh() -> list[Shell]:
-    """The variables of the other host come from .deepspeed_env; PYTHONPATH from here, too."""
+    """Launch with pdsh; the other host gets its variables from .deepspeed_env, and PYTHONPATH from here."""
     return [(["deepspeed", "-H", "hostfile", "--module", *TRAINER[1:]], {"PYTHONPATH": str(ROOT)})]
 
 
@@ -78,12 +78,12 @@ def torchrun() -> list[Shell]:
 
 
 def torchrun_pet() -> list[Shell]:
-    """Launch as in a pod, where no flag is written."""
+    """Launch as in a pod, without any flags."""
     return [(["torchrun", *TRAINER], SETTINGS | pet())] * 2
 
 
 def pet() -> dict[str, str]:
-    """Environment that tells ``torchrun`` of two nodes with one rank each."""
+    """The environment that configures ``torchrun`` for two nodes with one rank each."""
     meet = {"PET_MASTER_ADDR": "node-0", "PET_MASTER_PORT": PORT}
     return {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "NODE"} | meet
 
@@ -99,7 +99,7 @@ def mpirun() -> list[Shell]:
 
 
 def srun() -> list[Shell]:
-    """Ranks end by themselves when one has: Slurm need not kill what would tell why."""
+    """Launch with srun. Ranks end by themselves after one has, so Slurm need not kill a rank before it prints why."""
     words = ["srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=120", PYTHON, *TRAINER]
     return [(words, SETTINGS)]
 
@@ -112,7 +112,7 @@ LAUNCHERS: dict[str, Callable[[], list[Shell]]] = {
     "torchrun, PET_*": torchrun_pet,
     "deploy.launch": deploy_launch,
     "mpirun": mpirun,
-    "srun": srun,  # where tests/slurm.py runs one
+    "srun": srun,  # needs the Slurm of tests/slurm.py
 }
 
 
@@ -132,11 +132,11 @@ class Started:
                 self.commands.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True))
 
     def pid(self, number: int = 0) -> int:
-        """The process of a command, for signals."""
+        """The process id of a command, for signals."""
         return inside(self.commands[number])
 
     def pids(self) -> list[int]:
-        """Process ids of the launch, on both hosts."""
+        """The process ids of everything that was launched, on both hosts."""
         return [pid for host in self.site.hosts for pid in host.pids() if pid not in self.before]
 
     def ranks(self) -> list[int]:
@@ -144,16 +144,16 @@ class Started:
         return [pid for pid in self.pids() if is_rank(pid)]
 
     def training(self) -> bool:
-        """Whether it has taken some steps. Fails when a command has ended."""
+        """Whether the run has taken some steps. Fails if a command has ended."""
         assert all(command.poll() is None for command in self.commands), self.output()
         return len(lines(self.folder, "step")) > 3
 
     def ended(self) -> bool:
-        """Whether its commands have."""
+        """Whether all commands have ended."""
         return all(command.poll() is not None for command in self.commands)
 
     def codes(self) -> list[int]:
-        """The commands' exit codes, once they have ended. Fails when they do not."""
+        """The commands' exit codes, once they have ended. Fails if they do not end."""
         assert wait_for(self.ended, TIMEOUT), self.output()
         return [int(command.returncode) for command in self.commands]
 
@@ -162,7 +162,7 @@ class Started:
         return self.log.read_text(errors="replace")
 
     def clear(self) -> None:
-        """End what is left of it."""
+        """Kill the processes that are left."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -172,7 +172,7 @@ class Started:
 
 
 def is_rank(pid: int) -> bool:
-    """Whether a process is Python in the trainer itself, not in a launcher that has the trainer's name in its words."""
+    """Whether a process is the trainer itself, not a launcher with the trainer's name among its arguments."""
     words = command_of(pid).split()
     return (
         bool(words)
@@ -186,6 +186,6 @@ def is_rank(pid: int) -> bool:
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
-    """What a run reports for each step, without times."""
+    """The run's report for each step, without times."""
     timed = ("time", "seconds", "wait_seconds")
     return [{key: value for key, value in line.items() if key not in timed} for line in lines(folder, "step")]

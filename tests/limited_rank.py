@@ -1,4 +1,4 @@
-"""A rank with few file descriptors: ``limited_rank.py DESCRIPTORS SCRIPT ARGUMENTS…``."""
+"""Runs a rank with few file descriptors: ``limited_rank.py DESCRIPTORS SCRIPT ARGUMENTS…``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A real Prometheus with a real Alertmanager and a webhook behind it, for the length of a test.
+"""Runs a real Prometheus, a real Alertmanager and a webhook for the length of a test.
 
-Nothing here sleeps blindly: what is waited for is asked for, again and again, with a great deal of patience.
+Nothing here sleeps for a fixed time: every wait polls for its condition, with a long time-out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Alert(NamedTuple):
 
 
 def wait_until(what: str, found: Callable[[], Found], timeout: float = PATIENCE) -> Found:
-    """The first answer of ``found()`` that is not empty; fails with ``what`` when there is none in time."""
+    """The first result of ``found()`` that is not empty; fails with ``what`` if there is none in time."""
     deadline = time.monotonic() + timeout
     while not (answer := found()):
         assert time.monotonic() < deadline, f"waited {timeout:.0f} s in vain until {what}"
@@ -53,10 +53,10 @@ def wait_until(what: str, found: Callable[[], Found], timeout: float = PATIENCE)
 
 
 def scaled(text: str) -> str:
-    """A file of rules, alerts or routes in which every minute is a second: windows, waits, a stall's 600 s. Pure.
+    """Scale a file of rules, alerts or routes: every minute becomes a second, in windows, waits and a stall's 600 s.
 
-    Nothing else changes in it but what tells its rules from those of the file itself, so that one Prometheus can hold
-    both: recorded names begin with ``fast_``, and alerts have a label ``pace``.
+    Only names change besides, so that one Prometheus can hold both files: recorded names begin with ``fast_``, and
+    alerts have a label ``pace``.
     """
 
     def shorter(match: re.Match[str]) -> str:
@@ -69,7 +69,7 @@ def scaled(text: str) -> str:
 
 
 class Receiver(ThreadingHTTPServer):
-    """A webhook that keeps what it is told."""
+    """A webhook that keeps the alerts it receives."""
 
     daemon_threads = True
 
@@ -88,7 +88,7 @@ class Receiver(ThreadingHTTPServer):
 
 
 class _Webhook(BaseHTTPRequestHandler):
-    """One notification."""
+    """Receives one notification."""
 
     server: Receiver
 
@@ -106,13 +106,13 @@ class _Webhook(BaseHTTPRequestHandler):
 
 @dataclass(frozen=True)
 class Prometheus:
-    """A running one."""
+    """A running Prometheus, and its API."""
 
     url: str
     receiver: Receiver
 
     def ask(self, path: str, **parameters: object) -> Any:
-        """The data of an answer of its API. Fails with its reason where it has one."""
+        """The data of an API answer. Fails with the API's own reason."""
         return ask(self.url, path, **parameters)
 
     def vector(self, expression: str, at: float | None = None) -> list[tuple[Labels, float]]:
@@ -122,12 +122,12 @@ class Prometheus:
         return [(each["metric"], float(each["value"][1])) for each in result]
 
     def matrix(self, expression: str, start: float, end: float) -> list[tuple[Labels, list[tuple[float, float]]]]:
-        """(labels, points) of each series, a point a second."""
+        """(labels, points) of each series, one point per second."""
         result = self.ask("query_range", query=expression, start=start, end=end, step=1)["result"]
         return [(each["metric"], [(t, float(value)) for t, value in each["values"]]) for each in result]
 
     def value(self, expression: str, at: float | None = None) -> float:
-        """That of the only series; NaN where there is none."""
+        """The value of the only series; NaN if there is none."""
         found = self.vector(expression, at)
         assert len(found) <= 1, found
         return found[0][1] if found else float("nan")
@@ -146,8 +146,8 @@ class Prometheus:
 def watching(folder: Path) -> Iterator[Prometheus]:
     """The project's Prometheus and Alertmanager, on free ports, at one scrape and evaluation a second.
 
-    Its rules and alerts are there twice: as they are, and scaled. Targets are read from ``folder``/targets, as
-    prometheus.yml says. Skips the test where the programs cannot be had.
+    It loads its rules and alerts twice: as they are, and scaled. Targets are read from ``folder``/targets, as
+    prometheus.yml says. Skips the test if the programs cannot be found or downloaded.
     """
     prometheus, alertmanager = program("prometheus"), program("prometheus-alertmanager")
     receiver, manager, url = Receiver(), f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
@@ -185,7 +185,7 @@ def watching(folder: Path) -> Iterator[Prometheus]:
 
 
 def _at_home(command: list[str]) -> list[str]:
-    """The command of a program of Debian's, for which its own files are at /usr/share, also if it is only unpacked."""
+    """The command that runs a Debian program with its own files at /usr/share, even if it is only unpacked."""
     share = Path(command[0]).parent.with_name("share")
     if share == Path("/usr/share"):
         return command
@@ -194,7 +194,7 @@ def _at_home(command: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def serving(command: list[str], log: Path, ready: str) -> Iterator[None]:
-    """Runs a server, once it answers at the address ``ready``, until the block ends."""
+    """Run a server until the block ends; the block starts when it answers at the address ``ready``."""
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -211,7 +211,7 @@ def serving(command: list[str], log: Path, ready: str) -> Iterator[None]:
 
 
 def page(address: str) -> str | None:
-    """The page at an address; None while nothing answers."""
+    """The page at an address; None if nothing answers."""
     try:
         with urllib.request.urlopen(address, timeout=10) as answer:
             text: str = answer.read().decode()

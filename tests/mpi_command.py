@@ -21,14 +21,14 @@ def square(number: int) -> tuple[int, int, str]:
 
 
 def refuse(number: int) -> int:
-    """Fails on 5."""
+    """Return the number; 5 is refused."""
     if number == 5:
         raise DataError(f"bad line {number}")
     return number
 
 
 def fill(number: int) -> int:
-    """Writes to a disk that is full, which does not say in which file."""
+    """Write to a full disk; the error does not name the file."""
     try:
         with Path("/dev/full").open("wb", buffering=0) as file:
             file.write(b"x")
@@ -39,12 +39,12 @@ def fill(number: int) -> int:
 
 
 def crash(number: int) -> float:
-    """A fault of the program, for which there is no line."""
+    """Raise an error that is a bug in the program, so it has no one-line message."""
     return 1 / number
 
 
 def work_long(number: int) -> int:
-    """Says who works on it, and takes longer than any test waits."""
+    """Print which process works on it, and take longer than any test waits."""
     name = f"{sys.argv[2]}/{number}"
     Path(f"{name}.tmp").write_text(str(os.getpid()), encoding="utf-8")
     Path(f"{name}.tmp").rename(f"{name}.pid")
@@ -53,7 +53,7 @@ def work_long(number: int) -> int:
 
 
 def main() -> int:
-    """One command, with the exit codes of data_prep."""
+    """Run one command, with the exit codes of data_prep."""
     command = {"square": square, "refuse": refuse, "fill": fill, "crash": crash, "long": work_long}
     with stop_on_sigterm():
         try:
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def complain(problem: str, code: int) -> int:
-    """The one line that a failure costs."""
+    """Print the one line that reports a failure."""
     print(f"error: {problem}", file=sys.stderr, flush=True)
     return code
 

@@ -1,7 +1,7 @@
-"""Network namespaces as the nodes of a cluster: each with its own loopback, interface and address, on one switch.
+"""Network namespaces that act as the nodes of a cluster, each with its own loopback, interface and address.
 
-The test itself, and what it starts without :meth:`Node.command`, hangs on the switch, too, as a server beside the
-cluster would.
+All nodes are connected to one switch. So is the test itself, with what it starts without :meth:`Node.command`, like a
+server outside the cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "lambert"
 
 @dataclass(frozen=True)
 class Node:
-    """One namespace."""
+    """A network namespace that acts as a node."""
 
     namespace: str
     address: str
@@ -38,9 +38,9 @@ class Node:
 
 @contextlib.contextmanager
 def cluster(count: int) -> Iterator[list[Node]]:
-    """``count`` nodes. All of it is gone afterwards, with the processes that still run there.
+    """Create ``count`` nodes; afterwards, remove them and the processes that still run there.
 
-    Names and addresses are this process's own. Skips the test where namespaces cannot be made.
+    Names and addresses are unique to this process. Skips the test if namespaces cannot be created.
     """
     if shutil.which("ip") is None:
         pytest.skip("no `ip` here to make network namespaces with: install iproute2")
@@ -58,9 +58,10 @@ def cluster(count: int) -> Iterator[list[Node]]:
 
 
 def _connect(mark: str, count: int) -> list[Node]:
-    """A switch with a cable to each node and one to here; its namespace is there already.
+    """Create a switch with a cable to each node and one to this process's network.
 
-    The switch has a namespace, too: where Docker is, the machine's own rules drop what passes over its bridges.
+    The switch has its own namespace, which exists already: on a machine with Docker, the firewall rules outside would
+    drop what passes over a bridge.
     """
     places = 2 ** (SPACE.max_prefixlen - SPACE.prefixlen - ROOM)
     network = ipaddress.ip_network((int(SPACE[0]) + os.getpid() % places * 2**ROOM, SPACE.max_prefixlen - ROOM))
@@ -89,7 +90,7 @@ def _cable(mark: str, port: str, inside: list[str], interface: str, address: str
 
 
 def _remove(mark: str) -> None:
-    """Everything of this mark, as much as there is of it. Both ends of a cable go with either's namespace."""
+    """Remove every namespace and interface with this mark. Both ends of a cable go with either end's namespace."""
     for namespace in _namespaces():
         if namespace.rpartition(".")[0] == mark:
             for pid in _ip("netns", "pids", namespace).split():
@@ -99,7 +100,7 @@ def _remove(mark: str) -> None:
 
 
 def _remove_what_died() -> None:
-    """Clusters whose test process was killed before it could clean up."""
+    """Remove the clusters of test processes that were killed before they could clean up."""
     marks = {name.rpartition(".")[0] for name in _namespaces() if name.startswith(f"{NAME}-")}
     for mark in marks:
         if not Path("/proc", mark.removeprefix(f"{NAME}-")).exists():
@@ -112,7 +113,7 @@ def _switch(mark: str) -> str:
 
 
 def _here(mark: str) -> str:
-    """This side's interface. Its name has 15 characters at most, so it may hold a process's number and little else."""
+    """The name of this side's interface: at most 15 characters, so it can hold a process id and little else."""
     return f"lt{mark.removeprefix(f'{NAME}-')}"
 
 
@@ -122,7 +123,7 @@ def _namespaces() -> list[str]:
 
 
 def _ip(*words: str) -> str:
-    """Runs ``ip`` and returns what it says."""
+    """Run ``ip`` and return its output."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
     return done.stdout

@@ -1,4 +1,4 @@
-"""README and docs as data: their links, the files they name, and the commands in their fenced blocks."""
+"""Reads README, CONTRIBUTING and docs as data: their links, the files they name, and the commands in fenced blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from ranks import ROOT
 
 README = ROOT / "README.md"
-PAGES = (README, *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 FOLDERS = "data_prep|kernels|trainer|deploy|docker|docs|tests"
@@ -40,12 +40,12 @@ class Program:
 
 
 def blocks(text: str, language: str = "") -> list[str]:
-    """The fenced blocks in one language; empty: those that name none, where commands are."""
+    """The fenced blocks in one language; the empty string selects those that name none, which hold commands."""
     return [body for named, body in FENCE.findall(text) if named == language]
 
 
 def prose(text: str) -> str:
-    """A page without fenced blocks, inline code and the targets of links."""
+    """The page's text without fenced blocks, inline code and link targets."""
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", FENCE.sub("", text)))
 
 
@@ -63,7 +63,7 @@ def named_files(text: str) -> set[str]:
 
 
 def expand(name: str) -> Iterator[str]:
-    """``a/{b,c}.yml`` as ``a/b.yml`` and ``a/c.yml``."""
+    """Expand braces: ``a/{b,c}.yml`` becomes ``a/b.yml`` and ``a/c.yml``."""
     before, brace, rest = name.partition("{")
     if not brace:
         yield name
@@ -85,7 +85,7 @@ def commands(page: Path, section: str | None = None) -> Iterator[Command]:
 
 
 def split(line: str) -> Iterator[list[str]]:
-    """The words of each command of a shell's line; nothing for a line that no shell takes, as in a picture."""
+    """The words of each command in a shell line; nothing for a line that is no valid shell, as in a picture."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
     lexer.whitespace_split = True
     try:

@@ -1,7 +1,7 @@
-"""Parses commands with the parsers of their own programs, and runs none of them: stdin and stdout are JSON.
+"""Parses commands with their programs' own parsers, without running them. Input and output are JSON.
 
 Each command is a list of words: ``deepspeed …``, ``torchrun …``, or a module's name or a script's path and its
-arguments. The answer names what is wrong with each, empty for nothing.
+arguments. The output has a message for each command, empty if it is accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ParsedError(BaseException):
 
 
 def parse(words: Sequence[str]) -> None:
-    """Returns if the words are accepted. Raises SystemExit, as argparse does, if not."""
+    """Return if the words are accepted. Raises SystemExit, as argparse does, if not."""
     name, *arguments = words
     if name == "torchrun":
         from torch.distributed.run import get_args_parser

@@ -1,9 +1,9 @@
-"""What becomes of a run's pods under each kind of the chart, executed without a cluster:
+"""Injects faults into a run's pods under each kind of the chart, without a cluster, and prints how they end.
 
     python tests/pod_contract.py [--only WORDS] [--keep FOLDER]
 
-Prints Markdown. Each case has pods of its own (tests/pods.py), and needs root and Helm. WORDS pick the cases that begin
-with them. FOLDER gets what each pod said.
+Prints Markdown. Needs root and Helm; each case has its own pods. WORDS select the cases that begin
+with them. FOLDER gets each pod's output.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def undisturbed(run: Gang) -> str:
 
 
 def stop(run: Gang) -> str:
-    """A SIGTERM to one pod, as the kubelet sends it; the others stop by agreement. Then all start again."""
+    """Send SIGTERM to one pod, as the kubelet does; the others stop by agreement. Then all start again."""
     pods = begin(run)
     pods[1].send(signal.SIGTERM)
     assert codes(pods) == [STOPPED] * SIZE, run.output()
@@ -50,7 +50,7 @@ def stop(run: Gang) -> str:
 
 
 def kill(run: Gang) -> str:
-    """Kill all processes of one pod at once. The others see it, and all start again from the newest checkpoint."""
+    """Kill all processes of one pod at once. The others notice, and all start again from the newest checkpoint."""
     pods = begin(run)
     hit = time.monotonic()
     pods[1].send(signal.SIGKILL)
@@ -71,7 +71,7 @@ def late_pod(run: Gang) -> str:
 
 
 def late_names(run: Gang) -> str:
-    """No pod finds node 0's name, itself among them."""
+    """Start pods that cannot resolve node 0's name yet, node 0's own pod included."""
     pods = [run.start(index, known=False) for index in range(SIZE)]
     linger(run, pods[0])
     for pod in pods:
@@ -81,12 +81,12 @@ def late_names(run: Gang) -> str:
 
 
 def first_pod_is_new(run: Gang) -> str:
-    """Pod 0 is killed and comes again, elsewhere, while the old pod 1 hangs; the new one comes when that is gone."""
+    """Replace pod 0 on another node while the old pod 1 hangs; the new pod 1 comes when the old one is gone."""
     return one_by_one(run, 0)
 
 
 def other_pod_is_new(run: Gang) -> str:
-    """The same the other way round: the new pod 1 meets a pod 0 of the attempt before, which still holds the place."""
+    """Replace pod 1 while the old pod 0 hangs and still holds the meeting place; then pod 0 is replaced, too."""
     return one_by_one(run, 1)
 
 
@@ -107,7 +107,7 @@ def one_by_one(run: Gang, hit: int) -> str:
 
 
 def refused(run: Gang) -> str:
-    """The shards are not there."""
+    """Start pods whose shards are missing: the run is refused."""
     pods = run.start_all()
     assert codes(pods) == [REFUSED] * SIZE, run.output()
     said = "absent holds no manifest.json"
@@ -136,7 +136,7 @@ def begin(run: Gang) -> list[Pod]:
 
 
 def linger(run: Gang, pod: Pod) -> None:
-    """Leave it alone where the ranks meet, for a while. No pod may give up."""
+    """Let it wait alone at the meeting place for a while. No pod may give up."""
     before = [each.code for each in run.pods]
     assert wait_for(pod.meets, PATIENCE), run.output()
     time.sleep(LATE)
@@ -149,7 +149,7 @@ def go_on(run: Gang) -> None:
 
 
 def finish(run: Gang, pods: list[Pod], step: int) -> None:
-    """Good ends of pods that were started anew; a fresh start would have the same losses."""
+    """Assert that the restarted pods ended well and did resume; a fresh start would have the same losses."""
     assert codes(pods) == [DONE] * SIZE, run.output()
     said = f"lambert: resumed from {run.run}/step-{step:08} at step {step}\n"
     assert said in "".join(pod.output for pod in pods), run.output()
@@ -165,7 +165,7 @@ def saved(run: Gang) -> int:
 
 
 def execute(kind: str, case: Callable[[Gang], str], folder: Path, shards: Path) -> tuple[str, dict[int, Any]]:
-    """A case's story, and the losses of its run. Raises AssertionError with what all pods said."""
+    """Run a case; returns its row's text and the losses. Raises AssertionError with the output of all pods."""
     folder.mkdir()
     place = shards if case is not refused else shards.parent / "absent"
     with gang(contract(kind, folder, shards, place, STEPS, EVERY), folder) as run:
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 def row(kind: str, name: str, folder: Path, shards: Path, expected: dict[int, Any], keep: Path | None) -> str:
-    """A line of Markdown."""
+    """A row of a Markdown table."""
     began = time.monotonic()
     try:
         story, losses = execute(kind, CASES[name], folder, shards)

@@ -1,8 +1,8 @@
-"""A run's pods, started as a cluster would start them: what the chart renders, as process 1, with a controller's words.
+"""Starts a run's pods as a cluster would: the rendered command as process 1, with the environment of a controller.
 
 A pod is a node of :mod:`nodes` with its own host name, processes, mounts and /dev. The test is the kubelet, the
-controller and the cluster's DNS: a pod's own name is in its /etc/hosts, those of the others as :class:`Gang` says.
-Volumes are folders; a container's own root file system and user are not made here.
+controller and the cluster's DNS: a pod's own name is in its /etc/hosts, the others' names are as :class:`Gang` says.
+Volumes are folders; a container's root file system and user are not reproduced.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Contract:
 
 
 def contract(kind: str, folder: Path, shards: Path, train: Path, steps: int, every: int) -> Contract:
-    """The contract of such a release: a small run in ``folder``/runs, saved every ``every`` steps. Skips without Helm.
+    """The contract of a small run in ``folder``/runs that saves every ``every`` steps. Skips the test without Helm.
 
-    ``train``: the shards that the run names, if they are there ``shards``.
+    ``train``: the shards that the run's configuration names; ``shards``, or a folder that does not exist.
     """
     path = folder / f"{kind}.values.yaml"
     path.write_text(yaml.safe_dump(_values(folder, shards, train, steps, every) | {"kind": kind}))
@@ -117,7 +117,7 @@ def _values(folder: Path, shards: Path, train: Path, steps: int, every: int) -> 
 
 
 def _resolved(value: Any) -> str:
-    """A variable's value; the completion index is the one thing that the chart asks a cluster for."""
+    """A variable's value; the only one that the chart asks a cluster for is the completion index."""
     if isinstance(value, dict):
         assert value == {"fieldRef": {"fieldPath": INDEX}}, value
         return INDEX
@@ -125,7 +125,7 @@ def _resolved(value: Any) -> str:
 
 
 def _controller(documents: list[helm.Json]) -> dict[str, str]:
-    """What controllers add: the Job controller, and by the torch policy of Kubeflow Trainer."""
+    """The variables that the Job controller adds, or Kubeflow Trainer by its torch policy."""
     told = {"JOB_COMPLETION_INDEX": INDEX}
     if "TrainJob" in [document["kind"] for document in documents]:
         trainer = helm.one(documents, "TrainJob")["spec"]["trainer"]
@@ -138,7 +138,7 @@ def _controller(documents: list[helm.Json]) -> dict[str, str]:
 
 @dataclass
 class Pod:
-    """A started one; a pod that comes for it later is another."""
+    """A started pod; one that replaces it later is another object."""
 
     index: int
     folder: Path
@@ -148,7 +148,7 @@ class Pod:
 
     @property
     def code(self) -> int | None:
-        """Its container's exit code as Kubernetes gives it; None while it runs."""
+        """The container's exit code as Kubernetes reports it; None while it runs."""
         code = self.process.poll()
         if code is None or not self.killed:
             return code
@@ -164,25 +164,25 @@ class Pod:
         return (self.folder / "log").read_text(errors="replace")
 
     def send(self, number: int) -> None:
-        """A signal to its process 1, as the kubelet sends it. Such a SIGKILL ends all that runs in the pod."""
+        """Send its process 1 a signal, as the kubelet does. A SIGKILL ends everything in the pod."""
         assert wait_for(lambda: children_of(self.process.pid) or self.code is not None)
         assert self.code is None, self.output
         os.kill(children_of(self.process.pid)[0], number)
         self.killed |= number == signal.SIGKILL
 
     def ranks(self) -> list[int]:
-        """The processes that train, as they are known here."""
+        """The process ids, on this machine, of the pod's ranks."""
         found = children_of(self.process.pid)
         return [child for first in found for child in children_of(first)]
 
     def meets(self) -> bool:
-        """Whether it listens where ranks meet, or has called there."""
+        """Whether it listens at the meeting place, or has connected to it."""
         tables = [Path(f"/proc/{rank}/net/{table}") for rank in self.ranks() for table in ("tcp", "tcp6")]
         rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
         return any(f"{PORT:04X}" in (row[1].rpartition(":")[2], row[2].rpartition(":")[2]) for row in rows)
 
     def end(self) -> int:
-        """Its code, once it has ended. Fails when it does not."""
+        """Its exit code, once it has ended. Fails if it does not end."""
         assert wait_for(lambda: self.code is not None, PATIENCE), self.output
         assert self.code is not None
         return self.code
@@ -203,7 +203,7 @@ class Gang:
         return self.folder / "runs" / RUN
 
     def start(self, index: int, known: bool = True) -> Pod:
-        """A new pod with an address of its own, in the DNS at once; or, if not ``known``, when :meth:`tell` says so."""
+        """Start a pod with a new address, in the DNS at once or, if not ``known``, after :meth:`tell`."""
         folder, node, host = self.folder / f"pod-{len(self.pods)}", self.free.pop(0), f"{self.contract.hosts}-{index}"
         (folder / "scratch").mkdir(parents=True)
         for name, text in (("hosts", ""), ("nsswitch.conf", "hosts: files\n"), ("termination-log", "")):
@@ -230,7 +230,7 @@ class Gang:
         self._publish()
 
     def trained(self, steps: int) -> bool:
-        """Whether the run has done that many. Fails when a pod has ended before."""
+        """Whether the run has taken that many steps. Fails if a pod has ended before."""
         done = lines(self.run, "step")
         if not done or done[-1]["step"] < steps:
             assert all(pod.code is None for pod in self.pods[-SIZE:]), self.output()
@@ -251,7 +251,7 @@ class Gang:
         return given | {"HOSTNAME": host, "PATH": path, "PYTHONPATH": str(ROOT)}  # the last two are the image's
 
     def _mapped(self, word: str, folder: Path) -> str:
-        """A word with a path in the pod, as a folder here. Fails where the chart mounts nothing there."""
+        """The word, with a path in the pod replaced by the folder mounted there. Fails if there is none."""
         if not word.startswith("/"):
             return word
         found = [mount for mount in self.contract.mounts if f"{word}/".startswith(f"{mount}/")]
@@ -265,7 +265,7 @@ class Gang:
         return f"{place}{rest}"
 
     def _publish(self) -> None:
-        """Publish the names that each pod can find: itself, as the kubelet writes it, and what the DNS has."""
+        """Publish the names that each pod can resolve: its own, as the kubelet writes it, and those in the DNS."""
         told = "".join(f"{address} {name}\n" for name, address in self.names.items())
         for pod in self.pods:
             host = self.contract.name(pod.index).partition(".")
@@ -275,7 +275,7 @@ class Gang:
 
 @contextlib.contextmanager
 def gang(contract: Contract, folder: Path, pods: int = 3 * SIZE) -> Iterator[Gang]:
-    """Room for ``pods`` pods, one after the other. All is gone afterwards; skips where namespaces cannot be made."""
+    """A gang with room for ``pods`` pods over time, removed afterwards. Skips the test without namespaces."""
     with nodes.cluster(pods) as cluster:
         made = Gang(contract, folder, list(cluster))
         made.run.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""Run by test_trainer_optimizer.py and test_gpu.py on each rank: the engine's steps over prescribed gradients.
+"""Takes the engine's steps on prescribed gradients; test_trainer_optimizer.py and test_gpu.py run it on each rank.
 
     python tests/prescribed_on_ranks.py OUT ZERO_STAGES [key=value …]
 
-Bert's forward is replaced by the sum of all weights, each times its prescribed gradient; of this, every rank gives its
-share of the elements. All padding of the masters and moments is NaN. OUT gets the masters of each
-of ZERO_STAGES ("1,2,3"), and the gradient norms of the steps. ``optimizer``: one of OPTIMIZERS. ``scales=1,256``: loss
-scales, over and over.
+Bert's forward is replaced by the sum of all weights, each times its prescribed gradient; every rank contributes its
+share of the elements. All padding of the masters and moments is NaN. OUT gets the masters under each of ZERO_STAGES
+("1,2,3"), and the gradient norms of the steps. ``optimizer``: one of OPTIMIZERS. ``scales=1,256``: loss scales,
+repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine_on_ranks import allow_fp16_on_cpus, whole
 from torch import Tensor, nn
 
 from trainer.checkpoint.reading import flat_tensors
-from trainer.data.loader import filler
+from trainer.data.collate import filler
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.model.batch import GlobalCounts, MicroBatch
@@ -39,19 +39,19 @@ OPTIMIZERS = {
 
 
 def gradient(step: int, name: str, shape: torch.Size) -> Tensor:
-    """The prescribed gradient of a parameter; their sizes differ by a factor of a hundred."""
+    """A parameter's prescribed gradient; across parameters, sizes differ by a factor of a hundred."""
     seed = zlib.crc32(f"{step} {name}".encode())
     size = 10.0 ** -(1 + zlib.crc32(name.encode()) % 3)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
 
 
 def batch_of(step: int, part: int, parts: int) -> MicroBatch:
-    """A batch whose sample number tells the replaced forwards their place."""
+    """A batch whose sample number is the place that the replaced forwards read."""
     return replace(filler(0, 0), samples=torch.tensor([(step * 100 + parts) * 100 + part]))
 
 
 def weighed(module: nn.Module, batch: MicroBatch, prefix: str) -> Tensor:
-    """() fp32: the sum of a module's own weights, each times its prescribed gradient if it is this part's turn."""
+    """The sum of a module's own weights, each times its prescribed gradient if it is this part's turn: () fp32."""
     place, part = divmod(int(batch.samples), 100)
     step, parts = divmod(place, 100)
     total = torch.zeros((), device=batch.tokens.device)
@@ -62,7 +62,7 @@ def weighed(module: nn.Module, batch: MicroBatch, prefix: str) -> Tensor:
 
 
 def replace_forwards() -> None:
-    """Bert and its layers, as modules that each use their own parameters."""
+    """Replace the forwards of Bert and its layers, so that each module uses its own parameters."""
 
     def layer(self: Layer, x: Tensor, residual: Tensor, batch: MicroBatch, keys: Tensor | None) -> tuple[Tensor, ...]:
         both = x + residual
@@ -81,7 +81,7 @@ def replace_forwards() -> None:
 
 @torch.no_grad()
 def poison(engine: Engine[Bert]) -> None:
-    """NaN wherever a buffer holds no parameter."""
+    """Write NaN wherever a buffer holds no parameter."""
     for buffer in engine.partition.buffers:
         padding = torch.ones(buffer.master.numel(), dtype=torch.bool)
         for part in buffer.slices:

@@ -1,4 +1,4 @@
-"""Programs for the tests: from the system, else from Debian's packages, without installing them."""
+"""Finds programs for the tests on the system, or unpacks them from Debian's packages without installing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = {  # program: the package that holds it, and others that it needs and
 
 
 def program(name: str) -> str:
-    """The path of a program of PACKAGES. Skips the test where neither the machine nor apt has it."""
+    """The path of a program of PACKAGES. Skips the test if neither the machine nor apt has it."""
     unpacked = f"{FOLDER}/usr/bin:{FOLDER}/usr/sbin"
     found = shutil.which(name, path=SYSTEM) or shutil.which(name, path=unpacked)
     if found is None:
@@ -40,7 +40,7 @@ def program(name: str) -> str:
 
 
 def _unpack(packages: str) -> str:
-    """Download packages as any user may, and unpack them into FOLDER; why not, where it cannot be."""
+    """Download packages as any user may, and unpack them into FOLDER; returns the reason if that fails."""
     lists, cache = FOLDER / "lists", FOLDER / "cache"  # the system's may be absent, old, or another user's
     (lists / "partial").mkdir(parents=True, exist_ok=True)
     cache.mkdir(exist_ok=True)

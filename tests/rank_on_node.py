@@ -1,8 +1,8 @@
-"""Run by tests on each rank: the trainer itself, on a node of its own, as torchrun would start it there.
+"""Runs the trainer on a node of its own, as torchrun would start it there; tests run it on each rank.
 
     python tests/rank_on_node.py NAMESPACE,NAMESPACE,… ADDRESS TRAINER-ARGUMENTS…
 
-Rank R runs in the R-th namespace; the ranks meet at ADDRESS, rank 0's.
+Rank R runs in the R-th namespace. The ranks meet at ADDRESS, which is rank 0's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _enter(namespace: str) -> None:
-    """Move this thread, so far the only one, and those that it starts; there the host has the namespace's name."""
+    """Move this thread, the only one so far, and those it starts; there, the host name is the namespace's name."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
         if libc.setns(file.fileno(), CLONE_NEWNET) != 0 or libc.unshare(CLONE_NEWUTS) != 0:

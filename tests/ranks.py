@@ -33,7 +33,7 @@ class Rank(Protocol):
 
 
 class Forked:
-    """A rank from the server, with as much of ``Popen`` as tests need; both its streams go to a file."""
+    """A rank forked from the server, with the part of ``Popen`` that tests need. Both streams go to a file."""
 
     def __init__(self, process: ForkServerProcess, log: Path) -> None:
         self.process, self.log = process, log
@@ -48,7 +48,7 @@ class Forked:
         return self.process.exitcode
 
     def communicate(self, *, timeout: float) -> tuple[str, str | None]:
-        """Its output, once it has ended. Raises TimeoutExpired when it does not."""
+        """Its output, once it has ended. Raises TimeoutExpired if it does not end in time."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired(str(self.log), timeout, self.log.read_text(errors="replace"))
@@ -64,7 +64,7 @@ class Forked:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, below those that systems give to whoever connects."""
+    """A port that was free a moment ago, below the range that systems use for outgoing connections."""
     while True:
         with socket.socket() as probe:
             try:
@@ -90,7 +90,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def start(size: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """``python arguments`` on ``size`` ranks; their output is piped, both streams in one."""
+    """Start ``python arguments`` on ``size`` ranks; stdout and stderr go to one pipe."""
     port = free_port()
     return [
         subprocess.Popen(
@@ -106,7 +106,7 @@ def start(size: int, *arguments: str) -> list[subprocess.Popen[str]]:
 
 
 def fork(size: int, script: str, *arguments: str) -> list[Forked]:
-    """``python script arguments`` on ``size`` ranks, as :func:`start`, but on CPUs and without the seconds of imports.
+    """Start ``python script arguments`` on ``size`` ranks, on CPUs, without the seconds that imports take.
 
     The ranks are processes of their own; they are forked from a server that has imported everything.
     """
@@ -115,7 +115,7 @@ def fork(size: int, script: str, *arguments: str) -> list[Forked]:
 
 
 def fork_one(rank: int, size: int, port: int, script: str, *arguments: str, **settings: str) -> Forked:
-    """One of the ranks of :func:`fork`, with settings of its own in its environment."""
+    """Start one of the ranks of :func:`fork`, with its own settings in its environment."""
     log = Path(tempfile.mkdtemp(dir=_logs().name)) / f"rank-{rank}.log"
     told = ({**environment(rank, size, port), "CUDA_VISIBLE_DEVICES": "", **settings}, script, arguments, log)
     log.touch()
@@ -125,7 +125,7 @@ def fork_one(rank: int, size: int, port: int, script: str, *arguments: str, **se
 
 
 def finish(processes: Sequence[Rank], timeout: float = 240) -> list[tuple[int, str]]:
-    """(exit code, output) of each rank; kills what is left when one does not end in time."""
+    """(exit code, output) of each rank; kills all that are left if one does not end in time."""
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:

@@ -1,4 +1,4 @@
-"""Samples as the shards' files say, read with ``tarfile`` and ``numpy`` alone, and as a loader's batches hold them."""
+"""Reads samples straight from the shards' files with ``tarfile`` and ``numpy``, and from a loader's batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUTS = [(1, 1), (1, 4), (2, 3), (3, 2), (7, 1)]  # ranks, micro-batches a rank
 
 @dataclass(frozen=True)
 class Raw:
-    """A sample as its .npy says, read with ``tarfile`` and ``numpy`` alone."""
+    """A sample as stored in its .npy, read only with ``tarfile`` and ``numpy``."""
 
     ids: tuple[int, ...]
     split: int
@@ -48,7 +48,7 @@ def _raw(numbers: list[int]) -> Raw:
 
 
 def undone(batch: MicroBatch) -> list[tuple[int, Raw]]:
-    """(sample number, sample) of each sequence of a micro-batch, its mask undone."""
+    """(sample number, sample) of each sequence in a micro-batch, with its masks undone."""
     out = []
     bounds, tokens, masked = batch.cu_seqlens.tolist(), batch.tokens.tolist(), batch.masked.tolist()
     old = dict(zip(masked, batch.labels.tolist(), strict=True))
@@ -80,7 +80,7 @@ def read_ranks(
 
 
 def read_epochs(folder: Path, cut: tuple[int, int], masks: DynamicMasks | None = None) -> list[tuple[int, Raw]]:
-    """(number, sample) of two epochs and a little more; borders of epochs lie inside batches."""
+    """(number, sample) over a little more than two epochs; epochs end inside batches."""
     samples, read = order_of(folder).samples, list[tuple[int, Raw]]()
     assert samples % 48
     while len(read) < 2 * samples:
@@ -89,7 +89,7 @@ def read_epochs(folder: Path, cut: tuple[int, int], masks: DynamicMasks | None =
 
 
 def samples_of(steps: list[StepBatch]) -> list[tuple[int, Raw]]:
-    """(number, sample) of one step over its ranks, by number; fillers are left out."""
+    """(number, sample) of one step over all ranks, sorted by number, without fillers."""
     batches = [batch for step in steps for batch in step.micro_batches if batch.masked.numel()]
     return sorted((pair for batch in batches for pair in undone(batch)), key=lambda pair: pair[0])
 

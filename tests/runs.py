@@ -1,4 +1,4 @@
-"""A small run's configuration, and its JSON lines as they are written."""
+"""Writes a small run's configuration, and reads its JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.monitor.journal import read_lines
 
 
 def write_config(folder: Path, shards: Path, steps: int, **sections: dict[str, Any]) -> Path:
-    """``folder``/run.yaml: one phase of ``steps`` steps of 30 samples, the run in ``folder``/run."""
+    """Write ``folder``/run.yaml: one phase of ``steps`` steps of 30 samples; the run is in ``folder``/run."""
     config: dict[str, Any] = {
         "run": {"name": "test", "folder": str(folder / "run"), "seed": 5},
         "model": {
@@ -45,7 +45,7 @@ def lines(folder: Path, event: str) -> list[dict[str, Any]]:
 
 
 def wait_for(done: Callable[[], object], *processes: Forked, timeout: float = 120) -> None:
-    """Wait until ``done()``; fails with the output of the first process that ends before."""
+    """Wait until ``done()``; fails with the output of the first process that ends before that."""
     deadline = time.monotonic() + timeout
     while not done():
         for process in processes:

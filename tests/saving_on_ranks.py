@@ -1,4 +1,4 @@
-"""Run by test_trainer_checkpoint.py on each rank: made-up parts saved one after another until the process is killed.
+"""Saves made-up parts, one after another, until it is killed; test_trainer_checkpoint.py runs it on each rank.
 
 python tests/saving_on_ranks.py ROOT
 """

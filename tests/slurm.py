@@ -1,6 +1,6 @@
 """A small Slurm over the hosts of :mod:`sshd`: munged and slurmctld on the first, slurmd on each.
 
-All of it runs as root, keeps its state in the site's folder, and needs nothing of /etc.
+Everything runs as root, keeps its state in the site's folder, and reads nothing from /etc.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ GPUS = "Name=gpu File={folder}/gpu[0-1]\n"  # files in their place: what a task 
 
 @contextlib.contextmanager
 def slurm(site: Site) -> Iterator[None]:
-    """Runs it until the block ends. Skips the test where Slurm is not installed; unpacking alone would not do."""
+    """Run Slurm until the block ends. Skips the test if Slurm is not installed; unpacking it would not be enough."""
     for name in ("munged", "slurmctld", "slurmd", "srun"):
         if shutil.which(name) is None:
             pytest.skip(f"no {name} here: install slurmctld, slurmd, slurm-client and munge")

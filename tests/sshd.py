@@ -1,6 +1,6 @@
-"""Hosts of a small cluster: nodes with a name, processes of their own, and a real sshd that lets their user in.
+"""Hosts of a small cluster: nodes with a host name, their own processes, and a real sshd for their user.
 
-A host is a node of :mod:`nodes` with its own host name, process numbers and mounts; files are shared, as on a cluster.
+A host is a node of :mod:`nodes` with its own host name, process ids and mounts; files are shared, as on a cluster.
 Its sshd is process 1, so the host dies with it. The names are in every host's /etc/hosts.
 """
 
@@ -52,7 +52,7 @@ exec "$(command -v sshd)" -D -e -f {folder}/sshd_config"""
 
 @dataclass(frozen=True)
 class Host:
-    """A running one. ``init`` is its process 1, as it is known here."""
+    """A running host. ``init`` is the id of its process 1 on this machine."""
 
     name: str
     node: nodes.Node
@@ -60,16 +60,16 @@ class Host:
     temporary: Path  # for TMPDIR: process numbers, which are in the names of files there, are not unique
 
     def command(self, words: list[str], folder: Path, environ: dict[str, str]) -> list[str]:
-        """A command that runs ``words`` at this host's console, in a folder, with these variables alone.
+        """A command that runs ``words`` on this host, in a folder, with only these variables.
 
-        :func:`inside` is its process.
+        :func:`inside` finds its process.
         """
         enter = ["nsenter", f"--target={self.init}", "--net", "--uts", "--pid", "--mount"]
         variables = [f"{name}={value}" for name, value in ({"TMPDIR": str(self.temporary)} | environ).items()]
         return [*enter, "env", "--ignore-environment", f"--chdir={folder}", *variables, *words]
 
     def pids(self, words: str = "") -> list[int]:
-        """Processes here with ``words`` in their command, oldest first, except for the sshd that every host has.
+        """The host's processes with ``words`` in their command, oldest first, except for its sshd.
 
         Zombies do not count.
         """
@@ -82,12 +82,12 @@ class Host:
         return sorted(found)
 
     def kill(self) -> None:
-        """End all that runs here, at once and for good. Its connections are closed, so peers learn of it."""
+        """Kill everything on this host. Its connections are closed, so peers notice."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, signal.SIGKILL)
 
     def cut(self) -> None:
-        """Pull its cable: from then on it says nothing at all."""
+        """Unplug its network: from then on it sends nothing at all."""
         subprocess.run(["ip", "-n", self.node.namespace, "link", "set", nodes.INTERFACE, "down"], check=True)
 
 
@@ -106,13 +106,13 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def inside(process: subprocess.Popen[str]) -> int:
-    """The process that a command of :meth:`Host.command` started: signals are for it, since nsenter passes none on."""
+    """The process that :meth:`Host.command` started. Send signals to it, because nsenter forwards none."""
     assert wait_for(lambda: children_of(process.pid) or process.poll() is not None)
     return children_of(process.pid)[0]
 
 
 def wait_for(done: Callable[[], object], timeout: float = PATIENCE) -> bool:
-    """Wait until ``done()``; returns whether that was in time."""
+    """Wait until ``done()``; returns whether it was true in time."""
     deadline = time.monotonic() + timeout
     while not done():
         if time.monotonic() > deadline:
@@ -132,7 +132,7 @@ def children_of(pid: int) -> list[int]:
 def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     """``count`` hosts named node-0, node-1, …; ``folder``/bin has the ``ssh`` that reaches them by name.
 
-    All of it is gone afterwards. Skips the test where the rights or the programs for it lack.
+    Everything is removed afterwards. Skips the test if the rights or the programs are missing.
     """
     for name in ("sshd", "ssh"):
         program(name)
@@ -186,7 +186,7 @@ def _booted(name: str, table: dict[str, nodes.Node], folder: Path, temporary: Pa
 
 
 def _users(home: Path) -> str:
-    """/etc/passwd with our user at home in a folder, whatever a login does elsewhere, and with sshd's own user."""
+    """An /etc/passwd in which our user's home is a given folder, and which has sshd's own user."""
     users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
     users = [[*user[:5], str(home), "/bin/sh"] if user[2] == str(os.getuid()) else user for user in users]
     if "sshd" not in [user[0] for user in users]:  # its package's installation would have made it
@@ -206,7 +206,7 @@ def _answers(address: str) -> bool:
 
 
 def _pid_namespace(pid: int) -> int:
-    """0 for a process that has ended."""
+    """The number of a process's namespace; 0 if it has ended."""
     try:
         return os.stat(f"/proc/{pid}/ns/pid").st_ino
     except OSError:

@@ -40,7 +40,7 @@ TEXTS = [
 
 
 def with_tokens(folder: Path, tokens: list[Any], special: bool = False) -> Path:
-    """A BERT with added tokens, as transformers saves it."""
+    """Write a BERT with added tokens, as transformers saves it."""
     source, out = bert_folder(folder), folder / "added"
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     tokenizer.add_tokens(tokens, special_tokens=special)
@@ -80,7 +80,7 @@ def test_ids_are_those_of_transformers_and_stay_so_when_saved(tokens: list[Any],
 
 
 def slow(folder: Path, settings: dict[str, Any], **files: Any) -> Path:
-    """A folder of an older transformers: a vocab.txt and JSON files beside it."""
+    """A folder that an older transformers wrote: a vocab.txt and JSON files next to it."""
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(PIECES) + "\n")
     for name, content in {"tokenizer_config": {"do_lower_case": True} | settings, **files}.items():
@@ -152,7 +152,7 @@ def test_encode_and_fill_mask_read_them(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_learns_from_them_and_exports_them(tmp_path: Path) -> None:
-    """Only the marker tells the classes apart."""
+    """The classes differ only in the marker."""
     folder, data = with_tokens(tmp_path, MARKERS), tmp_path / "data"
     data.mkdir()
     for name, count, first in (("train", 64, 0), ("dev", 32, 1000)):

@@ -1,6 +1,6 @@
-"""A run of two hosts with real sshds: the same under each launcher, and what its user has set arrives everywhere.
+"""A run on two hosts with real sshds is the same under each launcher, and its user's settings reach every rank.
 
-Three of the launchers; tests/fault_table.py starts the others, and hits all of them.
+This covers three of the launchers; tests/fault_table.py covers the others, and injects faults under all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks without a launcher or network report for each step."""
+    """The report for each step of two ranks without a launcher or network."""
     folder = tmp_path_factory.mktemp("expected")
     config = configure(folder, tiny_shards)
     script = str(ranks.ROOT / "tests/trainer_on_ranks.py")

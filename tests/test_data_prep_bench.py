@@ -1,4 +1,4 @@
-"""The benchmark: every part gives figures on a corpus of a few thousand words."""
+"""The benchmark: every part measures something on a corpus of a few thousand words."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def measure(inputs: tuple[Path, Path], folder: Path, *more: str) -> dict[str, list[dict[str, str | float]]]:
-    """The figures, by part."""
+    """Run the benchmark; returns its results by part."""
     text, tokenizer = inputs
     out = folder / "figures.json"
     sizes = ["--megabytes", "0.01", "--large-megabytes", "0.03", "--google-megabytes", "0.005", "--repeats", "1"]

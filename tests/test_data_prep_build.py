@@ -36,7 +36,7 @@ def command(text: Path, tokenizer: Path, out: Path, *more: str) -> list[str]:
 
 
 def start(arguments: list[str], hash_seed: str = "0") -> subprocess.Popen[str]:
-    """A build as a user starts it."""
+    """Start a build as a user does."""
     env = os.environ | {"PYTHONHASHSEED": hash_seed, "TOKENIZERS_PARALLELISM": "true"}
     line = [sys.executable, "-m", "data_prep", *arguments]
     return subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
@@ -280,7 +280,7 @@ def test_a_reader_may_leave_early(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_gone_ends_no_work(tmp_path: Path) -> None:
-    """Its disk is full, or its reader has left: the work is done, and the exit code says what came of it."""
+    """The log's disk is full, or its reader has left: the work is done, and the exit code reports the result."""
     text, tokenizer = write_corpus(tmp_path, [60] * 60, 8, 10)
     words = " ".join(command(text, tokenizer, tmp_path / "out"))
     for line, code in (

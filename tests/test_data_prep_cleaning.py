@@ -1,4 +1,4 @@
-"""Cleaning: what parts words, what doesn't, and that no known word is lost beside what it is written with."""
+"""Cleaning: what separates words, what doesn't, and that no known word is lost next to other characters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SYMBOLS = {*range(0x2190, 0x2C00), *range(0x1F000, 0x1FC00)}
 
 
 def test_every_character_between_two_letters() -> None:
-    """The definition, stated once more over all of Unicode."""
+    """Checks the definition again, on all of Unicode."""
     for code in (*range(0xD800), *range(0xE000, 0x110000)):
         character = chr(code)
         if character.isspace():

@@ -1,4 +1,4 @@
-"""Text files: formats, borders of documents, bounded memory, and one clear line for each kind of damage."""
+"""Text files: formats, document boundaries, bounded memory, and one clear line for each kind of damage."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ print(cut, re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())
 
 
 def measure(path: Path) -> tuple[int, int]:
-    """Cuts, and the peak of resident memory in KiB, of reading, cleaning and splitting a file.
+    """The cuts and the peak of resident memory, in KiB, when reading, cleaning and splitting a file.
 
     (The peak that `resource.getrusage` gives a process starts with its parent's.)
     """

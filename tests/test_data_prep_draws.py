@@ -1,4 +1,4 @@
-"""Draws are pure, stable for ever and uniform."""
+"""Draws are pure, uniform, and never change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON of somebody else's: limited in depth and size before it is parsed, and in what an error line shows of it."""
+"""Foreign JSON: its depth and size are limited before it is parsed, and so is what an error line shows of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combining marks: those that a tokenizer strips are counted, told where they tell words apart, and can be kept."""
+"""Combining marks that a tokenizer strips are counted, reported if words differ by them, and can be kept."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_words_that_differ_in_a_mark_have_the_same_ids_unless_marks_are_kept(
 
 
 def built(folder: Path, name: str, texts: list[str], *options: str) -> Path:
-    """A data set by the command line."""
+    """Build a data set with the command line."""
     for number, text in enumerate(texts):
         (folder / f"{name}-{number}.txt").write_text("\n\n".join([text] * 20), "utf-8")
     inputs = ["--input", *(str(folder / f"{name}-{number}.txt") for number in range(len(texts)))]

@@ -1,6 +1,6 @@
 """Masks: rates, what may be masked, what may stand there, and what is masked together.
 
-A rate that is measured may be 5 standard deviations off the true one: by chance once in 1.7 million times.
+A measured rate may be 5 standard deviations off the true one, which happens by chance once in 1.7 million times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def vocabulary_of(size: int) -> Vocabulary:
 
 
 def assert_rate(count: float, trials: int, chance: float) -> None:
-    """``count`` of ``trials`` independent events of probability ``chance``."""
+    """Assert that ``count`` of ``trials`` independent events fits the probability ``chance``."""
     assert abs(count - trials * chance) <= DEVIATIONS * (trials * chance * (1 - chance)) ** 0.5
 
 
@@ -270,7 +270,7 @@ def test_new_masks_with_the_old_seed_are_the_old_masks(unit: str, monkeypatch: p
     pairs_of_masks = [(a, b) for a, b in zip(samples, other, strict=True) if len(a.positions) == 8]
     assert sum(np.array_equal(a.positions, b.positions) for a, b in pairs_of_masks) < 0.1 * len(pairs_of_masks)
 
-    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 3 * 64)  # other samples beside each, and other widths
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 3 * 64)  # other samples next to each, and other widths
     some = np.random.default_rng(1).permutation(300)
     again = remask([samples[i] for i in some], 40 + some, vocabulary, masking, seed=9)
     assert all(same(samples[i], sample) for i, sample in zip(some, again, strict=True))

@@ -54,7 +54,7 @@ def ask(port: int | None) -> str:
 
 
 def scrape(port: int | None) -> Samples:
-    """What Prometheus receives."""
+    """The series that Prometheus reads from a port."""
     return read(ask(port))
 
 
@@ -206,7 +206,7 @@ def test_node_exporter_reads_the_files_of_two_data_sets(tmp_path: Path) -> None:
 
 @contextmanager
 def running(name: str, *options: str) -> Iterator[int]:
-    """A program that answers Prometheus, for the length of a ``with`` block; yields its port."""
+    """Run a program that answers Prometheus until the block ends; yields its port."""
     port = free_port()
     line = [program(name), f"--web.listen-address=127.0.0.1:{port}", *options]
     with subprocess.Popen(line, stderr=subprocess.DEVNULL) as process:
@@ -231,7 +231,7 @@ def gateway() -> Iterator[int]:
 
 
 def group(port: int, dataset: str) -> dict[str, float]:
-    """What the Pushgateway reports for a data set: without a stage's label, by name."""
+    """The Pushgateway's series of a data set that have no stage label, by name."""
     series = [line for line in ask(port).splitlines() if f'dataset="{dataset}"' in line and "stage=" not in line]
     assert all('instance="",job="lambert_prep"' in line for line in series)
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in series}

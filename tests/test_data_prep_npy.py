@@ -1,4 +1,4 @@
-"""Arrays of a data set are proven before they are read: whatever lies in their place is refused by its name."""
+"""A data set's arrays are verified before they are read: any other file in their place is refused by name."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_what_can_not_be_measured_or_written_is_refused_first(
 
 
 def test_options_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """A shortened one is nobody's; and no mistake brings the usage with it."""
+    """A shortened option is refused, and no error prints the usage."""
     for command, arguments in ((main, [*INSPECT, "--sample", "1"]), (bench.main, [*BENCH, "--repeat", "1"])):
         with pytest.raises(SystemExit) as stop:
             command(arguments)

@@ -1,4 +1,4 @@
-"""Plans of pairs: where a segment is from is known, since a start in the store names document and sentence."""
+"""Plans of pairs: each segment's source is known, because its start in the store identifies document and sentence."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def read(store: Store, pairs: NDArray[np.void]) -> list[tuple[Segment, Segment |
 
 
 def own_segments(store: Store, pairs: NDArray[np.void], kind: str) -> list[Segment]:
-    """All but random Bs, in the order of the text."""
+    """All segments except random Bs, in text order."""
     rows = read(store, pairs)
     own = [segment for a, b, is_next in rows for segment in (a, b if is_next or kind == "sop" else None) if segment]
     return sorted(own)
 
 
 def assert_labels(store: Store, pairs: NDArray[np.void], kind: str) -> None:
-    """Two segments of one document meet at the border of a sentence but for what was cut off there."""
+    """Assert that two segments of one document meet at a sentence boundary, except for what was cut off there."""
     for a, b, is_next in read(store, pairs):
         if kind == "single":
             assert is_next == NO_PAIR and b is None
@@ -234,7 +234,7 @@ def test_samples_without_anything_to_predict_are_left_out(kind: str) -> None:
 def test_words_longer_than_the_most_predictions_are_left_out() -> None:
     store = make_store([[12], [12]])
     store.continues[:] = np.arange(24) % 4 > 0  # words of four tokens
-    store.continues[12:15] = 0  # but for three of one token in the second document
+    store.continues[12:15] = 0  # except for three of one token in the second document
     for unit, most, left_out in (("token", 3, 0), ("word", 4, 0), ("word", 3, 1)):
         settings = make_settings(32, pairs="single", short_sequence_rate=0.0, masking=unit, max_predictions=most)
         pairs, counts = plan(store, settings)

@@ -57,7 +57,7 @@ class Flaky(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four shards or more."""
+    """A data set of at least four shards."""
     folder = tmp_path_factory.mktemp("whole")
     text, tokenizer = write_corpus(folder, [12] * 8, 8)
     build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=9), 1)
@@ -66,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(whole: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the data set that a test may damage."""
     return Path(shutil.copytree(whole, tmp_path / "data"))
 
 
@@ -101,7 +101,7 @@ def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
-    """Its faults are empty, and waiting for it takes no time."""
+    """A flaky disk without faults yet; retries do not wait."""
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     monkeypatch.setattr(Flaky, "faults", [])
     monkeypatch.setattr(module, "WAITS", (0, 0))

@@ -1,4 +1,4 @@
-"""Which documents take part: no duplicate twice, and nothing on both sides of a held-out share."""
+"""The selection of documents: no duplicate is used twice, and nothing is on both sides of a held-out share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def corpus(folder: Path) -> tuple[Path, Path]:
 
 
 def documents_of(folder: Path) -> set[int]:
-    """Those whose words stand in the samples, in a B from another document too."""
+    """The documents whose words occur in the samples, including a B from another document."""
     return {int(id - 5) // 6 for sample in read_samples(folder) for id in sample.ids if id >= 5}
 
 

@@ -319,7 +319,7 @@ def test_a_manifest_from_before_these_counts_is_read(tmp_path: Path, tokenizer: 
 
 
 def test_articles_are_documents(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Titles and tags are dropped; blank lines part paragraphs, not documents; what was escaped is as it was."""
+    """Titles and tags are dropped; blank lines separate paragraphs, not documents; what was escaped is as it was."""
     folder = write(tmp_path / "in", {"AA/wiki_00": ARTICLES, "AA/wiki_01.bz2": bz2.compress(ARTICLES.encode())})
     write(folder, {"AB.txt": ARTICLES, "b.txt": TEXT, "CRLF.TXT": ARTICLES.replace("\n", "\r\n")})
     manifest = built(folder, tokenizer, "--format", "wikiextractor")

@@ -20,7 +20,7 @@ from data_prep.verify import verify
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five shards."""
+    """A data set of five shards."""
     folder = tmp_path_factory.mktemp("whole")
     text, tokenizer = write_corpus(folder, [20] * 10, 8)
     build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=14), 1)
@@ -29,7 +29,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(whole: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the data set that a test may damage."""
     return shutil.copytree(whole, tmp_path / "data")
 
 

@@ -1,4 +1,4 @@
-"""The cache of words gives the tokenizer's own ids, for any text, and knows where words go on."""
+"""The cache of words gives the tokenizer's own ids for any text, and knows which pieces continue a word."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_plain_words_are_cut_as_the_tokenizer_does(tokenizer: Tokenizer, words: 
 
 @given(words=st.lists(st.integers(1, 19).flatmap(lambda n: st.text(st.sampled_from("abé喜"), min_size=n, max_size=n))))
 def test_words_that_differ_anywhere_are_told_apart(tokenizer: Tokenizer, words: list[str]) -> None:
-    """Up to 16 bytes are compared as numbers, more as a string; with a small memo, words drive each other out."""
+    """Words up to 16 bytes are compared as numbers, longer ones as strings; in a small memo, they evict each other."""
     text = [" ".join(words), " ".join(reversed(words)), " ".join(word[:-1] + "c" for word in words)]
     expected = [id for ids in tokenizer.encode(text) for id in ids]
     for memo_bits in (0, 1, 18):

@@ -1,4 +1,4 @@
-"""Workers: results in order, errors that travel, and an end for every signal, of one machine's and of MPI's."""
+"""Workers on one machine and over MPI: results stay in order, errors reach the caller, and every signal ends them."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_progress_says_share_rate_and_time_to_go(
 def test_time_to_go_is_that_of_the_last_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rerun passes what is there at once: 900 in a second, and from then on one a second."""
+    """A rerun skips finished items at once: 900 in the first second, then one per second."""
     clock = [0.0, 1.0, *(10.0 * k for k in range(1, 21)), 201.0]
     said = lines([900.0, *[10.0] * 20], 2000.0, clock, monkeypatch, capsys)
     assert said[0].endswith("910 bytes (45 %) in 10.0 s, 91 a second, 12 s to go")

@@ -1,4 +1,4 @@
-"""The page of all configuration keys is the code's own, and leaves none without a meaning."""
+"""The page of configuration keys is generated from the code, and every key has a meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervising entry: what it does to its ranks, and what it says of them, over small programs and over the trainer.
+"""The supervisor: how it treats its ranks and what it reports, with small programs and with the trainer.
 
 Measured on one node of two ranks over gloo, the trainer in its steps, a checkpoint every 10 of them:
 
@@ -113,7 +113,7 @@ class Launched:
         self.wait(lambda: self.log.read_text().count(text) >= times)
 
     def end(self) -> tuple[int, list[str]]:
-        """Its exit code and its lines; nothing may be left when it has ended by itself."""
+        """Its exit code and lines; asserts that no process is left after it has ended by itself."""
         code = self.process.wait(TIMEOUT)
         assert self.pids() == [], self.log.read_text()
         return code, self.log.read_text().splitlines()
@@ -121,7 +121,7 @@ class Launched:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Starts a supervisor in a folder of its own; what is left of it at the end is killed."""
+    """Starts a supervisor in its own folder; at the end, whatever is left of it is killed."""
     started: list[Launched] = []
 
     def begin(*words: str, by: tuple[str, ...] = SUPERVISOR, first: bool = False, **environ: str) -> Launched:
@@ -172,7 +172,7 @@ def of(*programs: str) -> list[str]:
 def test_the_exit_code_is_the_one_that_tells_most(
     ends: list[tuple[int, int]], asked: bool, code: int, speaker: int | None
 ) -> None:
-    """Each (rank, its code), in the order in which they ended."""
+    """Each case lists (rank, exit code) in the order in which the ranks ended."""
     found, end = judge([End(rank, code, at) for at, (rank, code) in enumerate(ends)], asked)
     assert (found, end.rank if end else None) == (code, speaker)
 
@@ -336,7 +336,7 @@ LOST = "time.sleep(0.3); say('trainer: rank 1: lost contact'); sys.exit(3)"
     ],
 )
 def test_ends_of_ranks(launch: Callable[..., Launched], programs: list[str], code: int, said: list[str]) -> None:
-    """Of what the others say, the last line repeats what ended the run; it does not, where one rank alone spoke."""
+    """The last line repeats the reason that ended the run, unless it is the only line."""
     run = launch(*of(*programs), by=IN_A_HURRY)
     returned, output = run.end()
     assert returned == code, output
@@ -348,7 +348,7 @@ def test_ends_of_ranks(launch: Callable[..., Launched], programs: list[str], cod
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_stop_is_passed_on_once(launch: Callable[..., Launched], first: bool) -> None:
-    """A rank of this test that hears of it twice ends with 1. ``first``: as process 1 of a container."""
+    """A rank here ends with 1 if it gets the signal twice. ``first``: the supervisor is process 1 of a container."""
     run = launch(*of("hear()", "hear()"), first=first)
     run.says("ready", times=2)
     run.signal(signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
@@ -358,7 +358,7 @@ def test_a_stop_is_passed_on_once(launch: Callable[..., Launched], first: bool) 
 
 
 def test_a_log_that_is_gone_changes_no_end(launch: Callable[..., Launched]) -> None:
-    """Its disk is full, or whoever read it has left: lines are lost, but no stop, and no exit code."""
+    """The log's disk is full, or its reader has left: lines are lost, but the stop and the exit codes are the same."""
     full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); "
     run = launch(*of("hear()", "hear()"), by=("-c", full + IN_A_HURRY[1]))
     run.says("ready", times=2)
@@ -421,7 +421,7 @@ ENDS, STAYS = ORPHAN.format("os._exit(7)"), ORPHAN.format("print('stays', flush=
 
 @pytest.mark.parametrize("first", [False, True])
 def test_orphans_are_reaped_and_none_is_left(launch: Callable[..., Launched], first: bool) -> None:
-    """One that ends while the ranks run leaves no zombie; one that stays, whatever its session, is killed."""
+    """An orphan that ends while the ranks run leaves no zombie; one that stays is killed, whatever its session."""
     run = launch(*of(ENDS + "time.sleep(0.5); hear()", STAYS), by=IN_A_HURRY, first=first)
     run.says("ready")
     run.says("stays")

@@ -114,7 +114,7 @@ def test_what_is_excluded_must_be_in_the_lock() -> None:
 
 
 def test_from_an_index_to_an_installation_without_network(tmp_path: Path) -> None:
-    """The lock's packages, what they need beside it in two rounds, and nothing for another host."""
+    """Collects the lock's packages and, in two rounds, what they need besides; nothing for another host."""
     index = tmp_path / "index"
     make_wheel(
         index, "alpha-1.0-cp312-cp312-manylinux_2_28_x86_64.whl", "beta[more]>=2", 'never; python_version < "3.9"'
@@ -136,7 +136,7 @@ def test_from_an_index_to_an_installation_without_network(tmp_path: Path) -> Non
     ]
     assert len((folder / "requirements.txt").read_text().splitlines()) == 3
 
-    # the command that it prints, but for the folder that is installed into, and for a host that is not this one
+    # the command that it prints, except for the target folder, and for a host that is not this one
     command = done.stdout.splitlines()[-1].split()
     command[0:1] = [sys.executable, "-m", "pip"]
     command += ["--quiet", "--target", "site", *pip_options("3.12", "manylinux_2_28_x86_64")]

@@ -142,7 +142,7 @@ def test_an_image_is_labelled_and_holds_what_it_starts(file: str, target: str) -
 
 
 def test_both_train_images_are_told_the_same() -> None:
-    """They differ in where packages come from, not in how the image runs."""
+    """The images differ in where their packages come from, not in how they run."""
     keywords = ("ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "WORKDIR")
     gpu, cpu = ([line for line in stage(file, "train") if line[0] in keywords] for file in FILES)
     assert gpu == cpu
@@ -150,7 +150,7 @@ def test_both_train_images_are_told_the_same() -> None:
 
 def test_the_builder_sees_no_runs_no_data_no_history() -> None:
     first, *others = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]
-    assert first == "*"  # all is left out but for what is named
+    assert first == "*"  # everything is excluded except for what is named
     kept = {line[1:] for line in others if line.startswith("!")}
     assert kept == {"data_prep", "deploy", "docker", "kernels", "pyproject.toml", "requirements.lock", "trainer"}
     assert {"**/__pycache__", "**/*.pyc"} <= set(others)
@@ -198,7 +198,7 @@ def test_what_a_base_image_has_stays_and_the_rest_is_pinned(tmp_path: Path) -> N
 
 
 def test_the_check_knows_the_trainer_s_exit_codes() -> None:
-    """It runs where the trainer cannot be imported, so it has them by itself."""
+    """docker/check.py runs where the trainer cannot be imported, so it has its own copy of them."""
     spec = importlib.util.spec_from_file_location("check", DOCKER / "check.py")
     assert spec and spec.loader
     check = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""README and docs: links lead somewhere, named files exist, commands parse, and those of a first user run."""
+"""README, CONTRIBUTING and docs: links lead somewhere, named files exist, commands parse, and a first user's run."""
 
 from __future__ import annotations
 

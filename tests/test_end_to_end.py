@@ -1,4 +1,4 @@
-"""The whole line under the real launcher: text → shards → two ranks, killed, stopped, resumed → export; bad input."""
+"""The whole program with the real launcher: text → shards → two ranks, killed, stopped, resumed → export; bad input."""
 
 from __future__ import annotations
 

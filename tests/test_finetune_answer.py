@@ -1,4 +1,4 @@
-"""Question answering: windows, characters to pieces and back, the loss over a window's own places, SQuAD's figures."""
+"""Question answering: windows, characters to pieces and back, the loss over a window's own places, SQuAD's metrics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def perfect(units: list[Unit]) -> list[np.ndarray[Any, Any]]:
     return made
 
 
-# ---- figures -------------------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------------------
 
 
 def test_texts_are_compared_as_the_official_script_does() -> None:
@@ -59,7 +59,7 @@ def test_texts_are_compared_as_the_official_script_does() -> None:
     assert f1("cat cat sat", ["cat cat cat dog"]) == pytest.approx(2 * 2 / (3 + 4))  # as often as in both
     assert f1("b c", ["x", "b c d", "b"]) == pytest.approx(0.8)
     assert (f1("", []), exact_match("", []), f1("x", []), exact_match("x", [])) == (1, 1, 0, 0)
-    assert (f1("", ["x"]), exact_match("", ["the"])) == (0, 1)  # a gold answer of an article alone is none
+    assert (f1("", ["x"]), exact_match("", ["the"])) == (0, 1)  # a gold answer of only an article counts as none
 
 
 def test_figures_are_means_over_both_kinds_of_questions() -> None:

@@ -54,7 +54,7 @@ def test_swags_file_as_published(letters: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_the_longer_of_context_and_choice_is_cut_first(letters: Tokenizer) -> None:
-    """As in google-research/bert's _truncate_seq_pair: if both are equally long, the choice loses its last token."""
+    """This follows google-research/bert's _truncate_seq_pair: for a tie, the choice loses its last token."""
     task = ChoiceTask(COLUMNS, 2)
     [unit] = task.units(Record(1, "a b c d e", ("x", "x y z a b"), 0), letters, 8, training=True)
     a, b, c, d = range(FIRST, FIRST + 4)

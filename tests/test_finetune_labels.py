@@ -41,7 +41,7 @@ def made(path: Path, name: str = "sentence", *no_label: str, told: list[str] | N
     return known(name).make(Wish(path, no_label=no_label, **wish), heard.append)
 
 
-# ---- which values mean that there is none ----------------------------------------------------------------------
+# ---- values that mean no label ---------------------------------------------------------------------------------
 
 
 def test_values_that_mean_no_label() -> None:

@@ -1,4 +1,4 @@
-"""Parts of fine-tuning by themselves: batches, what it starts from, what it exports, and what a sweep comes to."""
+"""The parts of fine-tuning, one by one: batches, the starting model, the export, and the result of a sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that decides a fine-tuning run: its data and seed, what it keeps, and what it remembers over a stop."""
+"""A fine-tuning run: its identity and seed, the weights it keeps, and the state it restores after a stop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def options(inputs: Inputs, *more: str) -> Options:
 
 
 def test_other_rows_of_the_same_file_are_another_run(inputs: Inputs, tmp_path: Path) -> None:
-    """Its identity holds which rows of a file are meant, beside the file itself."""
+    """The run's identity includes which rows of a file are used, as well as the file."""
     header, *rows = (inputs.data / "train.tsv").read_text().splitlines()
     parted = tmp_path / "parted.tsv"
     parted.write_text("\n".join([f"{header}\tpart", *(f"{row}\t{'ab'[n % 2]}" for n, row in enumerate(rows))]) + "\n")
@@ -68,7 +68,7 @@ def test_settings_that_would_share_a_folder_are_refused(inputs: Inputs) -> None:
 
 
 class Short(NamedTuple):
-    """Two short runs, stopped in the first one, and gone on with: where, and what both commands came to."""
+    """Two short runs, stopped in the first one and resumed: their folder, and the results of both commands."""
 
     out: Path
     stopped: tuple[int, str]
@@ -146,7 +146,7 @@ def test_the_weights_that_are_kept_are_those_of_the_best_evaluation(uneven: Path
 def test_a_run_that_is_stopped_twice_keeps_its_best_its_patience_and_its_first_loss(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    """Also where a kill came between the save of the best evaluation and the second name that keeps it."""
+    """This holds even if a kill comes between saving the best evaluation and adding the second name that keeps it."""
     more = (*STILL, "--eval-every", "10", "--patience", "5")
     [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:9")
     assert code == STOPPED, said
@@ -166,7 +166,7 @@ def test_a_run_that_is_stopped_twice_keeps_its_best_its_patience_and_its_first_l
 def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_passes_over(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    """Killed before its first evaluation, with the newest checkpoint unreadable; then with all of them."""
+    """The run is killed before its first evaluation. Its newest checkpoint is unreadable, and later all are."""
     more = ("--save-every", "1", "--warmup", "0.5")
     [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGKILL}:6")
     assert code == MINUS_KILL, said
@@ -175,7 +175,7 @@ def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_pa
     newest = max(checkpoint.named(folder))
     (newest / "checkpoint.json").write_text("{")
     [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
-    passed = f"passed over: {newest} is not a whole checkpoint"
+    passed = f"skipped: {newest} is not a whole checkpoint"
     assert code == STOPPED and said.count(passed) == 1 and "resumed at step " in said, said
     for one in checkpoint.named(folder):
         (one / "checkpoint.json").write_text("{")

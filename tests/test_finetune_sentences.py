@@ -1,4 +1,4 @@
-"""Sentence tasks: their published files and a user's own, how texts are cut, and the figures they are judged by."""
+"""Sentence tasks: their published files and a user's own, how texts are truncated, and the metrics."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_tokens_are_those_of_bert(tmp_path: Path) -> None:
     assert example.segments == (0,) * 8 + (1,) * 5 and example.targets == (0.0,)
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------
+# ---- metrics ---------------------------------------------------------------------------------------------------
 
 
 def classes(kind: int, count: int, most: int) -> NDArray[np.int64]:
@@ -254,7 +254,7 @@ def classes(kind: int, count: int, most: int) -> NDArray[np.int64]:
 
 
 def answers(count: int, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Gold, and what is said: another class by chance for a third of it."""
+    """Gold labels, and predictions of which a third are random other classes."""
     gold = classes(1, count, most)
     return gold, np.where(classes(2, count, 3) == 0, classes(3, count, most), gold)
 
@@ -287,9 +287,9 @@ def test_correlations_are_scipys() -> None:
 
 def test_figures_of_what_does_not_vary() -> None:
     gold, said = np.array([0, 1, 1, 0]), np.zeros(4, np.int64)
-    assert (measures.f1(gold, said), measures.matthews(gold, said)) == (0.0, 0.0)  # as scikit-learn has it
+    assert (measures.f1(gold, said), measures.matthews(gold, said)) == (0.0, 0.0)  # as in scikit-learn
     assert measures.macro_f1(gold, said) == pytest.approx(1 / 3)
-    assert np.isnan(measures.pearson(gold.astype(float), said.astype(float)))  # as SciPy has it
+    assert np.isnan(measures.pearson(gold.astype(float), said.astype(float)))  # as in SciPy
 
 
 def test_scores_and_predictions_belong_to_their_records(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_scores_and_predictions_belong_to_their_records(tmp_path: Path) -> None:
 
 
 def test_the_loss_of_numbers_is_each_records_own_squared_error(tmp_path: Path) -> None:
-    """Summed, as the counts divide it."""
+    """The losses are summed, because the counts divide them later."""
     path = write(tmp_path / "dev.tsv", "sentence1\tsentence2\tlabel", "A\tB\t2", "A\tB\t5")
     made, encoder = task("stsb", path), load_tokenizer(tokenizer_folder(tmp_path)).encoder
     units = [unit for record in made.read(path) for unit in made.units(record, encoder, 20, True)]

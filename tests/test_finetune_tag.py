@@ -195,7 +195,7 @@ def test_the_loss_is_the_words_cross_entropies(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.slow
 def test_a_tiny_model_learns_who_follows_whom(tokenizer: Tokenizer) -> None:
-    """Peter is a person, and so is whoever stands next to him; EU is none elsewhere."""
+    """Peter is a person, and so is the word next to him; EU is a person nowhere else."""
     kind, draw = task("B-PER", "I-PER"), random.Random(0)
     rows = []
     for number in range(68):

@@ -55,7 +55,7 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 def gpus() -> int:
-    """Ranks that a test may have: two, where there are two GPUs."""
+    """The number of ranks that a test may use: two if there are two GPUs."""
     return min(2, torch.cuda.device_count())
 
 

@@ -58,7 +58,7 @@ def environment(documents: list[Json]) -> Json:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_are_what_the_chart_makes(name: str) -> None:
     committed = helm.documents((helm.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert rendered(name) == committed, "the chart has changed: `python tests/helm.py` writes the examples anew"
+    assert rendered(name) == committed, "the chart has changed: `python tests/helm.py` writes the examples again"
 
 
 def test_the_chart_has_the_rules_of_the_monitoring() -> None:
@@ -124,7 +124,7 @@ def test_the_schemas_take_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_schemas_refuse_an_unknown_key(name: str) -> None:
-    """They are worth something: at the top of a specification, and in the depth of a pod."""
+    """The schemas are strict, both at the top of a specification and deep inside a pod."""
     for document in json.loads(json.dumps(rendered(name))):
         document.setdefault("spec", {})["shards"] = 1
         assert problems(document), document["kind"]

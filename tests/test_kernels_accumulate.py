@@ -29,7 +29,7 @@ def whole(gradients: list[Tensor | None], places: Places, size: int) -> Tensor:
 
 
 def assert_sums(dtype: torch.dtype, lengths: list[int], offsets: list[int], size: int) -> None:
-    """A first, a second in place, and a last one that is rounded into another buffer."""
+    """Assert three sums: a first, a second in place, and a last one that is rounded into another buffer."""
     places = make_places(offsets, lengths, DEVICE)
     first, second, last = (draw(step, dtype, lengths) for step in range(3))
     second[1] = None
@@ -60,7 +60,7 @@ def test_memory_that_begins_anywhere_is_read_right() -> None:
 
 
 def test_no_gradient_at_all_is_one_of_zeros() -> None:
-    """If the buffer is empty, nothing is done."""
+    """Nothing is done for an empty buffer."""
     out = torch.full((8,), 3.0, device=DEVICE)
     with backend.using("triton"):
         accumulate(out, [], make_places([], [], DEVICE))

@@ -1,4 +1,4 @@
-"""Attention's Triton kernels against the reference: in the interpreter here, compiled where there is a GPU."""
+"""Attention's Triton kernels against the reference: in the interpreter here, compiled if there is a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend says what runs, and tells NVIDIA Apex from the package that has its name on PyPI."""
+"""The backend reports what runs, and distinguishes NVIDIA Apex from the package with its name on PyPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H100, where there is no GPU either: the interpreter takes what the compiler refuses."""
+"""Every kernel compiles for an H100, even without a GPU: the interpreter accepts code that the compiler refuses."""
 
 from __future__ import annotations
 

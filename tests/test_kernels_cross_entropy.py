@@ -35,7 +35,7 @@ def triton() -> Iterator[None]:
 
 
 def draw(rows: int, columns: int, valid: int, dtype: torch.dtype, scale: float = 4.0) -> tuple[Tensor, Tensor]:
-    """Logits whose padding would win, and labels of which every third is none."""
+    """Logits whose padding would win, and labels of which every third is ignored."""
     generator = torch.Generator(DEVICE).manual_seed(rows * columns)
     logits = torch.randn(rows, columns, generator=generator, device=DEVICE) * scale
     logits[:, valid:] = 60_000.0

@@ -34,7 +34,7 @@ def mix32(h: int, key: int = 0, last: int = 0x846CA68B) -> int:
 
 
 def half(seed: int, step: int, sample: int, position: int, site: int, column: int) -> int:
-    """The signed 16-bit number of one element, in unsigned arithmetic as a GPU kernel has it."""
+    """The signed 16-bit number of one element, computed in unsigned arithmetic as a GPU kernel does."""
     key = 0
     for part in (seed, step, sample, position):
         key = mix64(((key ^ part) + 0x9E3779B97F4A7C15) % 2**64)

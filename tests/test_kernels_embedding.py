@@ -206,7 +206,7 @@ def test_an_index_without_a_row_is_seen_in_the_output_and_reads_nothing_else() -
 
 @pytest.mark.parametrize("which", [1, 2], ids=["segment", "position"])
 def test_a_segment_or_a_position_without_a_row_is_seen_too(which: int) -> None:
-    """Each table has its own number of rows, and beside these stands what is finite."""
+    """Each table has its own number of rows, and the memory after them holds finite numbers."""
     indices, _ = batch_of([5], 9)
     around = [torch.randn(20, 6, device=DEVICE) for _ in range(3)]
     a, b, c = (table[:rows] for table, rows in zip(around, (9, 2, 5), strict=True))
@@ -219,7 +219,7 @@ def test_a_segment_or_a_position_without_a_row_is_seen_too(which: int) -> None:
 
 @pytest.mark.parametrize("chunk", [8, 2])
 def test_an_index_beyond_all_tables_writes_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last table's: there is nothing behind it that it could be taken for. Runs within a chunk, and longer."""
+    """The index is the last table's, so no other row can be mistaken for it. Runs fit in a chunk, or are longer."""
     guarded, zero = torch.zeros(6 + 4, 4, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
     monkeypatch.setattr(Tensor, "new_zeros", lambda self, rows, width: guarded[:rows])
     table_gradients(torch.ones(5, 4, device=DEVICE), (zero, zero, zero + 2), (2, 2, 2), chunk)

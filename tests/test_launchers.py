@@ -1,4 +1,4 @@
-"""A stop under each launcher, and as process 1 of a container: saved, told, and nothing left behind.
+"""A stop under each launcher, and as process 1 of a container, is saved and reported, and leaves no process behind.
 
 What each command returned when this was measured (deepspeed 0.19.8, torch 2.13, two ranks over gloo):
 
@@ -11,7 +11,7 @@ What each command returned when this was measured (deepspeed 0.19.8, torch 2.13,
     one rank                           247 (3)        1 (3)
     torchrun, deepspeed's launcher     0 (1)          137 (1)
 
-    (1) at once; the ranks see that it is gone, save and end a moment later. (2) By the kernel: it has no handler.
+    (1) At once; the ranks notice, save and end a moment later. (2) By the kernel, because it has no handler.
     (3) Nothing is saved, and ``ended.json`` does not exist. In all other cases it says "stopped" and the step.
 """
 
@@ -80,7 +80,7 @@ class Started:
             time.sleep(0.05)
 
     def training(self) -> bool:
-        """Whether it has taken some steps."""
+        """Whether the run has taken some steps."""
         assert self.process.poll() is None, self.process.communicate()[0]
         path = self.folder / "metrics.jsonl"
         return path.exists() and len(read_lines(path)) > 3
@@ -94,7 +94,7 @@ class Started:
 
 @pytest.fixture
 def start(tiny_shards: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
-    """Starts a command on a run that is never done; what is left of it at the end is killed."""
+    """Starts a command on a run that never ends by itself; at the end, whatever is left of it is killed."""
     phase = {"train": str(tiny_shards), "sequence_length": 32, "learning_rate": 1e-3, "steps": 1_000_000}
     vocab_size = load_manifest(tiny_shards).tokenizer.vocab_size
     model = {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 32, "vocab_size": vocab_size}
@@ -156,7 +156,7 @@ def test_a_stop_is_saved_and_leaves_nothing_behind(
 
 
 def test_a_stop_is_saved_though_nobody_reads_the_log_any_more(start: Callable[[list[str]], Started]) -> None:
-    """As if a launcher that forwards the output was killed: whatever is printed raises BrokenPipeError."""
+    """The log's reader is gone, like a killed launcher that forwarded it: each print raises BrokenPipeError."""
     run = start(COMMANDS["alone"])
     run.wait(run.training)
     assert run.process.stdout is not None
@@ -197,7 +197,7 @@ while True:
 
 
 def test_a_rank_that_waits_for_a_lost_one_in_c_is_ended(tmp_path: Path) -> None:
-    """With NCCL every rank waits like this, and no signal handler of Python's ever runs."""
+    """Every rank waits like this in NCCL, and none of Python's signal handlers ever runs."""
     (tmp_path / "stuck.py").write_text(STUCK)
     forked = ranks.fork(3, str(tmp_path / "stuck.py"))
     deadline = time.monotonic() + TIMEOUT
@@ -208,7 +208,7 @@ def test_a_rank_that_waits_for_a_lost_one_in_c_is_ended(tmp_path: Path) -> None:
     for rank in forked[:2]:
         rank.send_signal(signal.SIGTERM)
     time.sleep(2.5)
-    assert [rank.returncode for rank in forked] == [None] * 3  # nobody is lost: they would stop at a border
+    assert [rank.returncode for rank in forked] == [None] * 3  # nobody is lost: they would stop at a boundary
     forked[2].kill()
     ended = ranks.finish(forked, timeout=60)
     assert [code for code, _ in ended] == [3, 3, -signal.SIGKILL]

@@ -1,4 +1,4 @@
-"""Clients of the metrics port that mean no good: what each of them costs the program behind it is bounded."""
+"""Hostile clients of the metrics port: each costs the program only a bounded amount."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 def abuse(port: int, seconds: float, *clients: Callable[[int, list[socket.socket]], None]) -> None:
-    """Let the clients do it for so long, then go. Connections that are refused are what they deserve."""
+    """Let the clients do it for that long, then leave. Their connections may be refused."""
     held: list[socket.socket] = []
     until = time.monotonic() + seconds
     with many_descriptors():

@@ -100,7 +100,7 @@ def test_an_empty_password_is_one_line(services: Json, tmp_path: Path) -> None:
 
 
 def test_compose_refuses_a_key_that_it_does_not_know(tmp_path: Path) -> None:
-    """It is the real one, which reads what it is given."""
+    """This shows that the real Compose reads the file."""
     text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
     (tmp_path / "compose.yaml").write_text(text.replace("    secrets: [webhook_url]", "    secret: [webhook_url]"))
     done = compose(FILES, "config", "--quiet", folder=tmp_path)

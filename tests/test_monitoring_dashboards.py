@@ -1,4 +1,4 @@
-"""The dashboards: what Grafana would stumble over, and every name in a query against the series that there are."""
+"""The dashboards: mistakes that Grafana would not accept, and every name in a query checked against the real series."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_query_is_filled_in_as_grafana_does() -> None:
 
 @cache
 def known() -> dict[str, Labels]:
-    """Every series that may be asked for, with its labels."""
+    """Every series that a query may use, with its labels."""
     found: dict[str, Labels] = {series: dict.fromkeys(DCGM_LABELS, ()) for series in DCGM}
     found |= {record: {"run": ()} if record.startswith("run:") else {} for record in rules("rules.yml", "record")}
     found |= exported() | prepared() | {"up": {}}
@@ -169,7 +169,7 @@ def exported() -> dict[str, Labels]:
 
 @cache
 def prepared() -> dict[str, Labels]:
-    """The series of data preparation, out of a build's last words; and what it says only to a Pushgateway."""
+    """The series of data preparation, from a build's last metrics, and those that only a Pushgateway gets."""
     found: dict[str, Labels] = {"lambert_prep_last_failure_timestamp_seconds": {"dataset": ()}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "build.prom")
@@ -182,7 +182,7 @@ def prepared() -> dict[str, Labels]:
 
 
 def counts(series: str) -> bool:
-    """Whether it only grows, but for restarts."""
+    """Whether the series only grows, except for restarts."""
     if series in DCGM:
         return DCGM[series][0] == "counter"
     return series in exported() | prepared() and series.endswith(("_total", "_bucket", "_count", "_sum"))
@@ -217,7 +217,7 @@ def test_queries_sum_and_join_by_labels_that_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_queries_take_rates_of_counters_before_they_sum(name: str) -> None:
-    """A counter itself falls at a restart; only a build of data shows its own, which has one life."""
+    """A counter falls at a restart. Only a data build shows its counters directly, because it never restarts."""
     for expr in expressions(name):
         rated = re.findall(r"\b(?:rate|increase)\((\w+)(?:\{[^}]*\})?\[\$__rate_interval\]\)", expr)
         assert len(rated) == len(re.findall(r"\b\w*(?:rate|increase|delta|deriv)\(", expr)), expr

@@ -1,9 +1,9 @@
 """Monitoring on a real run: two nodes, a real Prometheus with the project's rules, and faults that reach a webhook.
 
-One run is watched from its start to its end, through everything that befalls it: a straggler, a stall, a kill, and a
-restart that comes back with its ranks on each other's node. A second one diverges meanwhile. The fixtures are the
-chapters of that story, each after the one before; the tests look at what Prometheus remembers of it. Alerts are
-waited for at the pace of :func:`~live_monitoring.scaled`, on which a minute is a second.
+One run is watched from its start to its end, through a straggler, a stall, a kill, and a restart with its ranks on
+each other's node. Meanwhile, a second one diverges. The fixtures take the run through these events in order; the tests
+look at what Prometheus recorded. Alerts are awaited at the pace of :func:`~live_monitoring.scaled`, where a minute
+becomes a second.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FAULTS = {  # planted by the fixture that waits for the alert
     "LambertStalled": "one of two ranks stands still (SIGSTOP)",
     "LambertAbsent": "all ranks killed (SIGKILL)",
     "LambertNonFinite": "the second phase has a learning rate of 100",
-    "LambertFailed": "likewise: the run ends itself",
+    "LambertFailed": "the same: the run ends itself",
 }
 COUNTED = {  # series, where they are those of one attempt: key of a step's JSON line
     'lambert_tokens_total{kind="valid", WHERE}': "tokens",
@@ -53,7 +53,7 @@ QUIET = 6.0  # seconds without an alert after the end, pending ones included; La
 
 @dataclass(frozen=True)
 class Trained:
-    """The run while all is well."""
+    """The run's state while all is well."""
 
     early: list[str]  # what each node said soon after the first phase
     late: list[str]  # and at least 60 steps later
@@ -62,7 +62,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Restarted:
-    """Around the kill."""
+    """The run's state before and after the kill."""
 
     killed: float  # Unix time
     step: int  # last one written before
@@ -73,7 +73,7 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Ended:
-    """The state after the run was done."""
+    """The run's state after it was done."""
 
     at: float  # Unix time at which its processes were gone
     quiet: float  # until then Prometheus has evaluated all rules since
@@ -114,7 +114,7 @@ def straggled(site: Site, trained: Trained) -> Alert:
 
 @pytest.fixture(scope="module")
 def stalled(site: Site, straggled: Alert) -> Alert:
-    """The second rank has stopped, for ever. Meanwhile a GPU has an error, and another run diverges."""
+    """The second rank hangs and never continues. Meanwhile a GPU has an error, and another run diverges."""
     site.running[1].send_signal(signal.SIGSTOP)
     planted = time.time()
     write_gpus(site.folder, xid=79)
@@ -163,7 +163,7 @@ def series(text: str) -> set[Series]:
 
 
 def named(name: str, labels: dict[str, str], drop: tuple[str, ...] = ("gpu_uuid",)) -> Series:
-    """A series without some of its labels; with none that is empty, which is the same as one that is not there."""
+    """A series without some of its labels, and without empty ones, which are the same as missing ones."""
     return name, frozenset((label, value) for label, value in labels.items() if value and label not in drop)
 
 

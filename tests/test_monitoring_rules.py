@@ -1,4 +1,4 @@
-"""Recording rules, alerts and runbooks: promtool runs what they say, and every name in them exists.
+"""Recording rules, alerts and runbooks: promtool's unit tests pass, and every name in them exists.
 
 The unit tests are promtool's own, in deploy/monitoring/tests: ``promtool test rules deploy/monitoring/tests/*.yml``.
 """
@@ -72,7 +72,7 @@ def test_alerts_fire_when_they_should_and_only_then(path: Path) -> None:
 
 
 def test_an_expectation_that_is_not_met_fails(tmp_path: Path) -> None:
-    """promtool's tests are worth something: the same file, with a limit moved."""
+    """The unit tests can fail: one does after a limit is moved."""
     for name in ("rules.yml", "alerts.yml", "tests/checkpoints.yml"):
         text = (FOLDER / name).read_text(encoding="utf-8").replace("> 2 * max", "> 4 * max")
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ def test_an_alert_says_how_urgent_it_is_and_what_to_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_lost_scrapes_raise_no_alert(name: str) -> None:
-    """It waits for longer than four scrapes, or says something that has happened, and does not go away."""
+    """Each alert waits for longer than four scrapes, or reports an event, which stays true."""
     patience = 4 * seconds(load("prometheus.yml")["global"]["scrape_interval"])
     happened = re.search(r"max_over_time|min_over_time|increase", ALERTS[name]["expr"])
     assert happened or seconds(ALERTS[name].get("for", "0s")) >= patience

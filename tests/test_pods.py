@@ -1,4 +1,4 @@
-"""Two pods of the chart's Job, as a cluster would start them, and what each kind tells its pods.
+"""Two pods of the chart's Job, started as a cluster would, and the place that each kind gives its pods.
 
 tests/pod_contract.py has the other kinds and faults; none of them needs a cluster.
 """
@@ -41,5 +41,5 @@ def test_a_pod_finds_its_place_in_what_it_is_told(kind: str, tiny_shards: Path, 
     told = contract(kind, tmp_path, tiny_shards, tiny_shards, STEPS, EVERY)
     for index in range(SIZE):
         environ = {name: str(index) if value == INDEX else value for name, value in told.environ.items()}
-        node = read_node({}, environ, lambda: pytest.fail("a number of ranks is told"))
+        node = read_node({}, environ, lambda: pytest.fail("the number of ranks is given"))
         assert node == Node(index, SIZE, 1, told.name(0), PORT)

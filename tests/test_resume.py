@@ -1,4 +1,4 @@
-"""Killed twenty times, moved to other ranks, on shards of any sizes: every run is the run that never was any of it."""
+"""Runs that are killed twenty times, or moved to other ranks, or on uneven shards equal the undisturbed run."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Life:
 
 
 def lines(run: Path, event: str = "step") -> list[dict[str, Any]]:
-    """The metrics' lines of one event, those of all lives."""
+    """The metrics' lines of one event, from all lives."""
     path = run / "metrics.jsonl"
     return [record for record in read_lines(path) if record["event"] == event] if path.exists() else []
 
 
 def wholes(run: Path) -> list[str]:
-    """The checkpoints on disk that were finished."""
+    """The finished checkpoints on disk."""
     return sorted(path.parent.name for path in run.glob("step-*/checkpoint.json"))
 
 
@@ -123,7 +123,7 @@ def plan(epoch: int) -> list[Aim]:
 
 
 def shoot(life: Life, aim: Aim) -> None:
-    """SIGKILL from outside: some moments after the run's own lines say that it got there."""
+    """Send SIGKILL from outside, a moment after the run's own lines show that it got there."""
     deadline = time.monotonic() + 60
     while (lines(life.run) or [{"step": 0}])[-1]["step"] < aim.step:
         assert time.monotonic() < deadline and life.ranks[0].returncode is None, life.end()
@@ -159,7 +159,7 @@ def test_twenty_kills_change_nothing(config: dict[str, Any], tiny_shards: Path, 
 
 
 def kinds(life: Life, epoch: int) -> set[str]:
-    """What each life's kill hit, judged by the disk if possible, else by the note written just before."""
+    """The event that each kill interrupted, judged by the disk if possible, else by the note written just before."""
     found = {"all" if all(rank.returncode == -signal.SIGKILL for rank in life.ranks) else "one"}
     if list(life.run.glob(".step-*.tmp")):
         found.add("save")
@@ -182,7 +182,7 @@ def assert_came_back(life: Life, saved: list[str], before: int) -> None:
 
 
 def assert_same_steps(lives: list[Life], whole: Life) -> None:
-    """Bit for bit the same numbers, and the same samples, in every step that any life took."""
+    """Assert that every step of any life has the same numbers, bit for bit, and the same samples."""
     expected = {record["step"]: [record[name] for name in NUMBERS] for record in lines(whole.run)}
     taken = lines(lives[-1].run)
     assert {record["step"] for record in taken} == set(expected)
@@ -194,7 +194,7 @@ def assert_same_steps(lives: list[Life], whole: Life) -> None:
 
 
 def assert_same_weights(ours: Path, theirs: Path) -> None:
-    """Weights and moments, bit for bit."""
+    """Assert that weights and moments are equal, bit for bit."""
     name = f"step-{sum(STEPS):08d}"
     parts = sorted(path.name for path in (ours / name).glob("part-*"))
     assert parts == sorted(path.name for path in (theirs / name).glob("part-*")) and parts

@@ -1,4 +1,4 @@
-"""Lines are written whole: what ranks print at once into one log, also where Python does not buffer, as in images."""
+"""Ranks that print into one log at the same time write whole lines, even if Python does not buffer, as in images."""
 
 from __future__ import annotations
 

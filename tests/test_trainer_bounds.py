@@ -1,4 +1,4 @@
-"""Values that have the right type and cannot be: refused in one line that names the key, and never later."""
+"""Impossible values of the right type are refused in one line that names the key, before anything starts."""
 
 from __future__ import annotations
 

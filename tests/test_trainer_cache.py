@@ -209,7 +209,7 @@ def test_what_is_wanted_no_longer_is_let_go(server: Server, cache: Path) -> None
 
 
 def taken(cache: Cache, number: int) -> bool:
-    """Whether anybody holds the shard."""
+    """Whether any process holds the shard."""
     with (cache.folder / f"shard-0000{number}.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

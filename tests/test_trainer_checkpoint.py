@@ -1,4 +1,4 @@
-"""Checkpoints: other numbers of ranks and stages, damage, kills, full disks, and what a run does about them."""
+"""Checkpoints: other numbers of ranks and stages, damage, kills and full disks, and how a run handles them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_same_ranks_go_on_bit_for_bit_and_both_ways_of_saving_write_the_same_byt
 
 
 def test_a_run_in_fp16_goes_on_bit_for_bit_under_zero_3_while_its_loss_scale_moves(tmp_path: Path) -> None:
-    """Also when its optimizer moves into the host's memory."""
+    """This holds even if its optimizer moves into host memory."""
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     for root, parts in ((straight, [(6, "")]), (halves, [(3, ""), (3, "offload=optimizer")])):
         root.mkdir()
@@ -259,7 +259,7 @@ def test_prune_keeps_the_newest_and_leaves_no_half_save(named: Path) -> None:
 
 
 def test_prune_never_counts_a_later_folder_that_a_resume_passed_over(named: Path) -> None:
-    """If ``keep`` is 1, with a damaged step 990, saving step 40 must leave step 40."""
+    """Saving step 40 must leave step 40, even if ``keep`` is 1 and there is a damaged step 990."""
     prune(named, CheckpointConfig(keep=1), 40)
     assert names(named) == ["step-00000040", "step-00000990", "step-notes"]
 
@@ -310,7 +310,7 @@ def test_a_disk_slower_than_a_collective_may_be_holds_up_no_rank(tmp_path: Path)
 
 
 def test_at_any_moment_the_last_whole_checkpoint_is_there(tmp_path: Path) -> None:
-    """Stopped in the middle of whatever they do, the ranks have left on the disk what a kill would leave."""
+    """The ranks are paused in the middle of their work, so the disk holds what a kill would leave."""
     processes = ranks.fork(2, "tests/saving_on_ranks.py", str(tmp_path))
     try:
         wait_for(lambda: checkpoint.newest(tmp_path)[0], *processes)
@@ -471,7 +471,7 @@ def test_a_checkpoint_from_before_batch_warm_up_resumes(record: tuple[dict[str, 
 
 
 def test_a_phase_that_is_over_may_have_had_any_batch(record: tuple[dict[str, Any], tuple[Phase, ...]]) -> None:
-    """Its checkpoint was saved at its last step, and other ranks make another batch of what it states."""
+    """The checkpoint was saved at the phase's last step; on other ranks, its settings give another batch."""
     saved, phases = record
     ours = json.loads(json.dumps(saved["identity"]))
     ours["phases"][1] |= {"global_batch": 4, "batch_warmup": []}

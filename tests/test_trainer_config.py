@@ -1,4 +1,4 @@
-"""The configuration: strict keys and types, every problem in one error, and what it reads it can write."""
+"""The configuration: strict keys and types, every problem in one error, and it can be written and read again."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("optimizer.name=apex", "optimizer.name: 'apex' is not one of lamb, adam"),
         ("engine.nvme=true", "engine.nvme: unknown key; known keys: zero_stage, precision"),
         ("engine.offload_optimizer=cpu", "engine.offload_optimizer: expected true or false, found str 'cpu'"),
-        ("phases.0.warmup_steps=101", "phases.0.warmup_steps is 101: must lie between 0 and steps (100)"),
+        ("phases.0.warmup_steps=101", "phases.0.warmup_steps is 101: must be between 0 and steps (100)"),
         ("phases.0.learning_rate=fast", "phases.0.learning_rate: expected a number, found str 'fast'"),
         ("phases.0.learning_rate=true", "phases.0.learning_rate: expected a number, found bool True"),
         ("phases.0.power=.nan", "phases.0.power: expected a number, found float nan"),
@@ -102,7 +102,7 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("optimizer=lamb", "optimizer: expected a mapping of keys, found str 'lamb'"),
         ("phases=short", "phases: expected a list, found str 'short'"),
         ("phases.0.masks=whole", "phases.0.masks: 'whole' is not one of static, dynamic"),
-        ("metrics.port=0", "metrics.port is 0: must lie between 1 and 65535, or be null for no exporter"),
+        ("metrics.port=0", "metrics.port is 0: must be between 1 and 65535, or be null for no exporter"),
         ("optimiser.name=adam", "optimiser: unknown key; did you mean optimizer?"),
         ("evaluation.stop_at.mlm_acuracy=0.72", "evaluation.stop_at.mlm_acuracy: unknown key; did you mean mlm_accura"),
         ("evaluation.stop_at.mlm_accuracy=72", "evaluation.stop_at.mlm_accuracy is 72.0: must be above 0 and at most"),
@@ -119,7 +119,7 @@ def test_a_bad_value_is_one_line(tmp_path: Path, override: str, message: str) ->
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
-    """A wrong type hides neither its section's other problems nor those between sections; nor is one told twice."""
+    """A wrong type hides neither its section's other problems nor those between sections; nor is one reported twice."""
     overrides = ("run.seed=-1", "run.port=1", "model.hidden=wide", "model.layers=0", "model.dropout=1.5", "optimizr=1")
     found = problems(tmp_path, *overrides, "phases.0.warmup_steps=x", "phases.0.steps=-1", "model.max_positions=64")
     assert [line.split(" is ")[0].split(":")[0] for line in found] == [

@@ -1,4 +1,4 @@
-"""Opening a run's data: whatever does not fit is told before the ranks meet, all of it at once."""
+"""Opening a run's data: every mismatch is reported at once, before the ranks meet."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(
 
 
 def rewrite(folder: Path, old: str, new: str) -> None:
-    """Changes what the manifest says."""
+    """Change entries of the manifest."""
     manifest = folder / "manifest.json"
     text = manifest.read_text()
     assert text.count(old) == 1
@@ -94,7 +94,7 @@ def test_held_out_pairs_of_another_task_are_refused(
     rewrite(other, '"pairs": "nsp"', f'"pairs": "{heldout}"')
     [line] = problems(tiny_model, phase(own_shards, heldout=str(other)))
     assert line.startswith(f"phases.0.heldout: its pairs are {heldout} but those of the training shards are {train}")
-    rewrite(other, f'"pairs": "{heldout}"', '"pairs": "single"')  # has no figure of a second task
+    rewrite(other, f'"pairs": "{heldout}"', '"pairs": "single"')  # has no metric of a second task
     open_phases(config(tiny_model, phase(own_shards, heldout=str(other))), WORLD)
 
 

@@ -1,4 +1,4 @@
-"""Vectors: the model's own, as transformers has them, in the order of the texts, and whole or not at all."""
+"""Vectors: equal to those of transformers, in the order of the texts, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONGEST = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT of five layers, as Hugging Face has it."""
+    """A small BERT of five layers in Hugging Face's format."""
     home = tmp_path_factory.mktemp("bert")
     train_tokenizer(["the bank was closed he sat on of river a old"], 60, cased=False).save(home / "tokenizer")
     size = load_tokenizer(home / "tokenizer").vocab_size
@@ -162,7 +162,7 @@ def test_what_is_not_utf_8_is_named_by_its_line(
         assert capsys.readouterr().err == error and os.listdir(tmp_path) == ["texts"]
     assert (
         main(["--model", str(folder), "--out", str(tmp_path / "no.npy"), "the", "\udcff"]) == 2
-    )  # a byte as Python has it
+    )  # a byte as Python reads it
     assert "text 2: not UTF-8 text" in capsys.readouterr().err
 
 

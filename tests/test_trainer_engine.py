@@ -29,7 +29,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def run(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4, **options: str) -> list[str]:
-    """The output of each rank of tests/engine_on_ranks.py, whose OUT is ``folder``/out.pt, if all ended well."""
+    """Run engine_on_ranks.py with OUT ``folder``/out.pt; returns each rank's output. Fails if a rank does."""
     start = ranks.start if options.get("device") == "cuda" else ranks.fork  # CUDA does not survive a fork
     arguments = [str(folder / "out.pt"), str(stage), str(micro_batches), str(count)]
     given = [f"{key}={value}" for key, value in options.items()]
@@ -39,7 +39,7 @@ def run(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4,
 
 
 def steps(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4, **options: str) -> dict[str, Any]:
-    """The results of some steps; see tests/engine_on_ranks.py."""
+    """The results of some steps of engine_on_ranks.py."""
     run(folder, size, stage, micro_batches, count, **options)
     loaded: dict[str, Any] = torch.load(folder / "out.pt", weights_only=True)
     return loaded
@@ -70,7 +70,7 @@ def test_a_start_compiles_nothing_and_leaves_no_shared_memory(tmp_path: Path, mo
 
 
 def test_lamb_and_adam_differ(whole: dict[str, Any], tmp_path: Path) -> None:
-    """The comparison above can tell optimizers apart."""
+    """The comparison above is precise enough to distinguish optimizers."""
     adam = steps(tmp_path, 1, 1, 1, optimizer="adam")
     assert largest_difference(adam["weights"], whole["weights"]) > 1e-3
 
@@ -130,7 +130,7 @@ def mean_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, stage: int) -> None:
-    """fp16 on CPUs. The scale then halves, and after two good steps doubles, without a trace in the norms."""
+    """The scale then halves, and doubles after two good steps, which the norms do not show. fp16 on CPUs."""
     options = {"precision": "fp16", "scale": "1024", "growth": "2"}
     told = steps(tmp_path, 2, stage, 2, 5, **options, poison="0:1")
     assert told["applied"] == [True, False, True, True, True] and told["steps"] == 4

@@ -84,7 +84,7 @@ def test_figures_are_means_over_targets_and_pairs(tiny_shards: Path, tiny_model:
     only = by_hand(model, hidden)
     assert evaluate(model, iter(hidden), CPU) == pytest.approx(only, rel=1e-5)
     figures = evaluate(model, iter(batches), CPU, mask_id=4)
-    assert len(forwards) == 2 * len(batches)  # one for all the figures
+    assert len(forwards) == 2 * len(batches)  # one for all the metrics
     apart = {"mask_loss": only["mlm_loss"], "mask_accuracy": only["mlm_accuracy"]}
     assert figures == pytest.approx(by_hand(model, batches) | apart, rel=1e-5)
     assert abs(figures["mlm_loss"] - figures["mask_loss"]) > 1e-4
@@ -117,7 +117,7 @@ def test_without_pairs_there_is_no_figure_of_the_second_task(tiny_shards: Path, 
 def test_the_number_of_ranks_does_not_matter(
     tiny_shards: Path, tiny_model: ModelConfig, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The collective is played by hand: what every rank tells, each is given the sum of."""
+    """The collective is simulated: each rank is given the sum of what all ranks send."""
     model = Bert(tiny_model, seed=3)
     alone = evaluate(model, iter(shares(tiny_shards, 1)[0]), CPU)
     told: list[Tensor] = []
@@ -138,7 +138,7 @@ def test_a_rank_without_samples_takes_part(tiny_model: ModelConfig) -> None:
 def test_ranks_that_have_fewer_batches_keep_in_step(
     tiny_shards: Path, tiny_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward may be a collective. The other rank, played by hand, has two batches more than this one."""
+    """A forward may be a collective. The other rank, which is simulated, has two batches more than this one."""
     model, theirs = Bert(tiny_model, seed=3), iter([1, 1, 1, 0])
     [batches] = shares(tiny_shards, 1)
     forwards: list[int] = []
@@ -323,7 +323,7 @@ def test_a_target_is_reached_when_all_that_is_asked_for_is() -> None:
 def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 0, saved; the same command ends at once, a higher target goes on. One process has the same figures."""
+    """The run ends with 0, saved; the same command ends at once, a higher target resumes. One process agrees."""
     config = write_config(
         tmp_path, tiny_shards, 12, evaluation={"every_steps": 4, "stop_at": {"mlm_loss": 100.0, "nsp_accuracy": 1e-6}}
     )

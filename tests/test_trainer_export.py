@@ -1,4 +1,4 @@
-"""Exports: loaded by transformers with nothing missing, equal to the trained model, whole or not at all."""
+"""Exports: transformers loads them with nothing missing, equal to the trained model; they are whole or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder: one run at a time, nothing of it changes for a start that is refused, and a stop saves first."""
+"""A run's folder: one run at a time; a refused start changes nothing in it; a stop saves first."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def live(folder: Path, shards: Path, steps: int, *aims: Aim) -> tuple[int, str]:
 def test_a_stop_saves_first_and_who_goes_on_evaluates_the_step(
     tiny_shards: Path, tmp_path: Path, step: int, steps: int
 ) -> None:
-    """Also at the end of the last phase: without its figures the run is stopped, not done."""
+    """This also holds at the end of the last phase: without its metrics the run is stopped, not done."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert live(straight, tiny_shards, steps)[0] == 0
     code, said = live(stopped, tiny_shards, steps, Aim(signal.SIGTERM, 0, step - 1, "window"))

@@ -74,7 +74,7 @@ def test_a_skipped_step_moves_the_data_the_scale_and_the_dropout_alone(straight:
 
 
 def test_stops_after_steps_that_were_skipped_change_nothing(straight: Path, tiny_shards: Path, tmp_path: Path) -> None:
-    """A step later, while the scale is about to grow; and in an attempt that is skipped itself."""
+    """One stop comes a step later, while the scale is about to grow; another in an attempt that is skipped itself."""
     for attempt in (4, 9):
         assert train(tmp_path, tiny_shards, Aim(signal.SIGTERM, 1, attempt, "window")) == [75, 75]
     assert train(tmp_path, tiny_shards) == [0, 0]

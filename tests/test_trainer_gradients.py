@@ -78,7 +78,7 @@ def test_halves_step_as_deepspeed_does_in_fp32_to_the_last_bit(told: Any, size: 
 
 @pytest.mark.parametrize("size", ENGINES)
 def test_clipped_steps_and_norms_are_the_papers(told: Any, size: int) -> None:
-    """Also where no parameter is left for the last rank's share."""
+    """This holds even if no parameter is left for the last rank's share."""
     assert RATE == toys.RATE
     for name in ENGINES[size][1]:
         kind, engine = name.split(":")[0], told(size)[name]
@@ -107,7 +107,7 @@ def test_an_overflow_moves_nothing_and_is_forgotten(told: Any, size: int) -> Non
 
 @pytest.mark.parametrize("size", ENGINES)
 def test_weights_are_the_rounding_of_the_masters_on_every_rank(told: Any, size: int) -> None:
-    """True at the start, after each step, taken or skipped, after masters were refilled, and a step after that."""
+    """This holds at the start, after each step, taken or skipped, after a refill of the masters, and a step later."""
     for name in sum(ENGINES[size], []):
         assert told(size)[name]["unrounded"] == [], name
         assert told(size)[name]["left"] == [] or ":fp32:" in name, name  # no gradient is kept
@@ -121,7 +121,7 @@ def test_a_closed_engine_keeps_no_row(told: Any) -> None:
 def test_what_is_reduced_is_neither_read_nor_written_before_it_is_there(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On GPUs a reduction overlaps the next micro-batch: here of two ranks with equal gradients."""
+    """A reduction overlaps the next micro-batch on GPUs; here, two ranks have equal gradients."""
     waited = list[int]()
 
     def reduce_scatter(out: Tensor, row: Tensor, async_op: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The journal: lines that a kill or a full disk cut short cost themselves, never their neighbours or the run."""
+"""The journal: a line cut short by a kill or a full disk is lost, but never its neighbors or the run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.Captu
     path.unlink()
     path.mkdir()
     journal.write([{"step": 6}])
-    assert len(capsys.readouterr().out.splitlines()) == 1  # a second time of losing lines is told again
+    assert len(capsys.readouterr().out.splitlines()) == 1  # losing lines a second time is reported again
 
 
 def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:

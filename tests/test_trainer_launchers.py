@@ -1,4 +1,4 @@
-"""Launchers: what each says, in torchrun's words."""
+"""Launchers: the variables that each sets, translated into torchrun's."""
 
 from __future__ import annotations
 

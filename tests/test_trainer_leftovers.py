@@ -1,4 +1,4 @@
-"""Leftovers in the way of a save, or that cannot be removed: reported once by path, and no obstacle to the run."""
+"""Leftovers that are in the way of a save or cannot be removed are reported once, by path, and do not stop the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fill(path: Path) -> None:
 
 
 Obstacle = Callable[[Path, Path], None]  # given the run's folder, which has steps 10 to 40, and one elsewhere
-OBSTACLES: dict[str, tuple[Obstacle, int]] = {  # and how many warnings tell what stays
+OBSTACLES: dict[str, tuple[Obstacle, int]] = {  # and how many warnings name what stays
     "an old checkpoint is a link": (lambda run, far: link(run / "step-00000020", far), 1),
     "the newest checkpoint is a link": (lambda run, far: link(run / "step-00000040", far), 1),
     "a link has the draft's name": (lambda run, far: link(run / ".step-00000050.tmp", far), 1),

@@ -22,7 +22,8 @@ from data_prep.manifest import file_sha256, load_manifest
 from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Sample
 from kernels.dropout import token_keys
-from trainer.data.loader import Loader, collate
+from trainer.data.collate import collate
+from trainer.data.loader import Loader
 from trainer.errors import PassingError, TrainerError
 from trainer.model.batch import IGNORED, MicroBatch
 from trainer.model.bert import Bert, ModelConfig

@@ -1,4 +1,4 @@
-"""The loss scale against a simulated fp16: it finds the highest scale that holds, and gives up in words."""
+"""The loss scale against a simulated fp16: it finds the highest scale that works, and gives up with an explanation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New masks in each epoch: of every unit as the static ones are, and the same for any number of ranks."""
+"""New masks in each epoch: drawn like the static ones for every unit, and the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_with_the_data_sets_own_seed_the_first_epochs_masks_are_the_static_ones(
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_rates_are_those_of_the_static_masks(shards_of: Callable[[str], Path], unit: str) -> None:
-    """For each count of a sample's masks, the mean over epochs minus the static count averages 0 over samples."""
+    """The mean of a sample's counts over epochs, minus its static count, averages 0 over samples, for each count."""
     folder, epochs = shards_of(unit), 8
     order, masks = order_of(folder), masks_of(folder)
     loader = Loader(folder, load_manifest(folder), 0, 1, masks)
@@ -118,7 +118,7 @@ def test_new_masks_do_not_depend_on_the_cut(shards_of: Callable[[str], Path], cu
 
 
 def test_ranks_count_the_targets_of_a_step_together(shards_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """1, 2 and 3 ranks train over an epoch's border on equal samples, masks, counts and, within rounding, losses."""
+    """1, 2 and 3 ranks train across an epoch's end on equal samples, masks, counts and, within rounding, losses."""
     runs = [train(shards_of("span"), tmp_path / str(size), size) for size in (1, 2, 3)]
     assert len({number for step in runs[0][0] for number, _ in step}) == 420 > order_of(shards_of("span")).samples
     for samples, targets, numbers in runs[1:]:

@@ -1,4 +1,4 @@
-"""The meeting: who is missing is named, what differs is named, and an earlier attempt's ranks are not met."""
+"""The meeting: missing ranks are named, differences are named, and an earlier attempt's ranks are not met."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_what_nccl_says_of_its_own_failure_is_kept() -> None:
 
 
 def test_a_rank_that_comes_late_is_waited_for(start: Callable[..., ranks.Forked]) -> None:
-    """Also when rank 0 is the late one, whose host does not even answer yet."""
+    """This holds even if rank 0 is late, and its host does not answer yet."""
     for late in (1, 0):
         early = start(1 - late, 60)
         time.sleep(3)
@@ -188,7 +188,7 @@ def test_a_rank_that_is_lost_is_told_with_step_and_operation(tiny_shards: Path, 
 def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_configuration_says(
     tiny_shards: Path, tmp_path: Path
 ) -> None:
-    """Also in DeepSpeed's own groups, which would wait for half an hour."""
+    """This also applies to DeepSpeed's own groups, which would wait for half an hour."""
     path = write_config(tmp_path, tiny_shards, 1_000_000, run={"timeout_seconds": 5}, metrics={"log_every_steps": 1000})
     forked = ranks.fork(2, "trainer/__main__.py", "--config", str(path))
     wait_for(lambda: (tmp_path / "run" / "step-00000010" / "checkpoint.json").exists(), *forked)

@@ -24,7 +24,8 @@ from ranks import free_port
 
 from trainer.checkpoint.saving import Saved
 from trainer.checkpoint.state import TrainState
-from trainer.data.loader import StepBatch, filler
+from trainer.data.collate import filler
+from trainer.data.loader import StepBatch
 from trainer.engine.engine import StepResult
 from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import NotFiniteError, TrainerError

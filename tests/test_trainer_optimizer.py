@@ -147,7 +147,7 @@ def test_steps_are_the_papers(choices: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_choices_that_never_bind_change_nothing() -> None:
-    """Bit for bit: bounds of the trust ratios, and of the gradient norm, which NVLAMB leaves alone up to 1."""
+    """Bounds of the trust ratios and of the gradient norm, which NVLAMB allows up to 1, change no bit."""
     found = []
     for config in (
         OptimizerConfig(),
@@ -166,7 +166,7 @@ def test_choices_that_never_bind_change_nothing() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_what_gets_no_gradient_only_decays_until_it_gets_one() -> None:
-    """Position embeddings beyond 128, while all samples are shorter, and their first step in the next phase."""
+    """This is the case of position embeddings beyond 128 while all samples are shorter; the next phase uses them."""
     partition, master = flat_partition()
     optimizer, start, kept = bound(OptimizerConfig(), partition), master.detach().clone(), 1.0
     for step in range(5):
@@ -185,7 +185,7 @@ def test_what_gets_no_gradient_only_decays_until_it_gets_one() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_poisoned_padding_never_enters_a_norm() -> None:
-    """Nor does a buffer that holds nothing else, as a rank has it that no parameter is left for."""
+    """A buffer of nothing but padding does not either; a rank has one if no parameter is left for it."""
     clean, poisoned = flat_partition(), flat_partition(padding=float("nan"))
     nothing = torch.full((8,), float("nan"), requires_grad=True)
     for partition, master in (clean, poisoned):

@@ -1,4 +1,4 @@
-"""The commands that take a model: whatever is wrong takes one line, and what they pass over is told."""
+"""The commands that take a model: each mistake costs one line, and what they skip is reported."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def save(folder: Path, tensors: dict[str, Tensor], record: dict[str, object]) ->
 
 
 def command(name: str, run: Path, shards: Path, *more: str) -> int:
-    """Its exit code; what it writes lies beside the run."""
+    """Run a command; returns its exit code. Its output is next to the run."""
     main, arguments = COMMANDS[name]
     places = {"RUN": str(run), "SHARDS": str(shards), "OUT": str(run.parent / "out")}
     for word, place in places.items():
@@ -131,7 +131,7 @@ def test_kernels_are_chosen_and_refused_before_anything_is_loaded(
 def test_another_vocabulary_than_the_runs_is_refused(
     name: str, run: Path, tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of the same size, too."""
+    """A vocabulary of the same size is refused, too."""
     shards = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
     own = shards / "tokenizer" / "tokenizer.json"
     tree = json.loads(own.read_text())

@@ -1,4 +1,4 @@
-"""The order of samples: every epoch each once, no matter how it is asked for or cut."""
+"""The order of samples: every epoch reads each sample once, no matter how the order is queried or cut."""
 
 from __future__ import annotations
 

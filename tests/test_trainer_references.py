@@ -1,4 +1,4 @@
-"""Published figures: whole, with sources, and beside a run only where they are of the same."""
+"""Published results: complete, with sources, and compared with a run only if they measure the same."""
 
 from __future__ import annotations
 

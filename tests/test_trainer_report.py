@@ -1,4 +1,4 @@
-"""The report: a run that was killed and repeated steps is told and drawn as what counted, each step once."""
+"""The report: a run that was killed and repeated steps is shown with each step once, as it counted."""
 
 from __future__ import annotations
 

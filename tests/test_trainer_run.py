@@ -1,4 +1,4 @@
-"""A run heeds each part of its configuration, and leaves what it says it does."""
+"""A run follows each part of its configuration, and leaves the files that it promises."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def saved(run: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def plain(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of six steps beside its folder: all are saved, the fourth and the last evaluated."""
+    """The configuration of a run of six steps, next to its folder: all are saved, the fourth and the last evaluated."""
     folder = tmp_path_factory.mktemp("plain")
     own = {"checkpoint": {"every_steps": 1, "keep": 9}, "metrics": {"log_every_steps": 1}}
     config = write_config(folder, tiny_shards, 6, **own)
@@ -99,7 +99,7 @@ def test_a_checkpoint_holds_the_figures_of_its_own_step_alone(plain: Path) -> No
 
 
 def test_each_phase_has_rates_and_heldout_shards_of_its_own(tiny_shards: Path, tmp_path: Path) -> None:
-    """Evaluated and saved where it ends, although no ``every_steps`` says so."""
+    """Each phase is evaluated and saved at its end, although no ``every_steps`` asks for it."""
     documents = (tiny_shards.parent / "corpus.txt").read_text().split("\n\n")
     for name, part in (("a", documents[:3]), ("b", documents[3:6])):
         text, tokenizer = tmp_path / f"{name}.txt", tiny_shards.parent / "tokenizer"
@@ -130,7 +130,7 @@ def test_each_phase_has_rates_and_heldout_shards_of_its_own(tiny_shards: Path, t
 
 
 def test_a_resume_refuses_each_change_that_would_break_it(plain: Path, own_shards: Path, tmp_path: Path) -> None:
-    """It tells all that it finds; of other shards it tells neither masks nor batch. Unchanged, the run goes on."""
+    """All changes are reported; with other shards, masks and batch are not. Unchanged, the run continues."""
     run = Path(shutil.copytree(plain.parent / "run", tmp_path / "run"))
     longer = (f"run.folder={run}", "phases.0.steps=8")
     code, said = train(
@@ -164,7 +164,7 @@ def test_one_rank_proves_every_part_of_two(tiny_shards: Path, tmp_path: Path) ->
     assert code == 0, said
     flip(run / "step-00000004" / PART, -7)
     code, said = train(config)
-    damaged = f"passed over: rank 0: checkpoint {run / 'step-00000004'} is damaged: the sha256 of {PART}"
+    damaged = f"skipped: rank 0: checkpoint {run / 'step-00000004'} is damaged: the sha256 of {PART}"
     assert code == 0 and damaged in said and f"resumed from {run / 'step-00000002'} at step 2" in said, said
 
 
@@ -199,13 +199,13 @@ def test_checkpoints_whose_records_cannot_be_are_passed_over(plain: Path, tmp_pa
     (run / "latest").write_text("a" * 100_000)
     code, said = train(plain, f"run.folder={run}")
     assert code == 0 and f"resumed from {run / 'step-00000004'} at step 4" in said, said
-    assert f"passed over: {run / 'latest'} names aaaa" in said
-    assert f"passed over: rank 0: checkpoint {run / 'step-00000006'} is damaged: position in its record is 1000" in said
-    assert f"passed over: {run / 'step-00000005'} is not a whole checkpoint" in said
+    assert f"skipped: {run / 'latest'} names aaaa" in said
+    assert f"skipped: rank 0: checkpoint {run / 'step-00000006'} is damaged: position in its record is 1000" in said
+    assert f"skipped: {run / 'step-00000005'} is not a whole checkpoint" in said
 
 
 def change_record(folder: Path, parts: dict[str, Any]) -> None:
-    """Write parts of a checkpoint's record anew, with the sum that goes with it."""
+    """Change parts of a checkpoint's record, and update its checksum."""
     path = folder / "checkpoint.json"
     tree = json.loads(path.read_text())
     del tree["sha256"]
@@ -215,7 +215,7 @@ def change_record(folder: Path, parts: dict[str, Any]) -> None:
 
 
 def test_weights_that_are_not_finite_are_not_saved(tiny_shards: Path, tmp_path: Path) -> None:
-    """However seldom the numbers are looked at."""
+    """This holds however rarely the numbers are checked."""
     config = write_config(
         tmp_path,
         tiny_shards,
@@ -251,7 +251,7 @@ def test_a_pre_ln_run_resumes_to_the_same_bits_and_as_nothing_else(tiny_shards: 
 
 
 def test_the_unigram_prior_is_the_log_of_the_shards_own_counts(tiny_shards: Path, tmp_path: Path) -> None:
-    """It is where a run starts, and no part of what a resume compares: later the bias is whatever was learned."""
+    """The prior only sets a run's start. A resume does not compare it, because by then the bias has been trained."""
     config = write_config(tmp_path, tiny_shards, 1, checkpoint={"every_steps": 1}, model={"decoder_prior": "unigram"})
     code, said = train(config, "phases.0.learning_rate=1e-30")
     assert code == 0, said

@@ -1,4 +1,4 @@
-"""The learning rate at published points, the length of a phase, and the parts of its batch from one another."""
+"""The learning rate at published points, a phase's length, and its batch settings derived from one another."""
 
 from __future__ import annotations
 
@@ -254,8 +254,8 @@ def test_phases_open_with_their_length_in_steps(tiny_shards: Path, tiny_model: M
         opened(tiny_model, long, replace(long, name="b", epochs=1))
     steps = -(-samples // 24)
     assert str(error.value).split("\n  - ")[1:] == [
-        f"phases.0.warmup_steps is 60: must lie between 0 and steps ({one.phase.steps})",
-        f"phases.1.warmup_steps is 60: must lie between 0 and steps ({steps})",
+        f"phases.0.warmup_steps is 60: must be between 0 and steps ({one.phase.steps})",
+        f"phases.1.warmup_steps is 60: must be between 0 and steps ({steps})",
     ]
 
 
@@ -333,8 +333,8 @@ def test_what_cannot_be_is_told_at_once() -> None:
             "start_learning_rate, warmup_power need a warm-up, but warmup_steps is 0",
         ),
         ({"steps": 5, "start_learning_rate": 0.5}, "start_learning_rate, warmup_power need a warm-up"),
-        ({"steps": 5, "warmup_steps": 6}, "warmup_steps is 6: must lie between 0 and steps (5)"),
-        ({"epochs": 5.0, "warmup_steps": -6}, "warmup_steps is -6: must lie between 0 and the length of the phase"),
+        ({"steps": 5, "warmup_steps": 6}, "warmup_steps is 6: must be between 0 and steps (5)"),
+        ({"epochs": 5.0, "warmup_steps": -6}, "warmup_steps is -6: must be between 0 and the length of the phase"),
     ],
 )
 def test_a_contradiction_is_one_line(stated: dict[str, float], message: str) -> None:

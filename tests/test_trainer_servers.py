@@ -1,4 +1,4 @@
-"""A shard server that means harm: what it can make a run read, write, wait for and ask, and what it cannot."""
+"""A hostile shard server: limits on what it can make a run read, write, wait for and request."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_redirects_stay_on_the_host_or_go_where_they_may(server: Server, inside:
 def test_a_question_for_a_size_is_not_redirected(server: Server, inside: Server) -> None:
     server.elsewhere = f"{inside.address}/secret"
     server.faults[MANIFEST] = ["redirect"] * 99
-    assert Remote(server.address, STALL).sizes([MANIFEST]) == {MANIFEST: None}  # it may be there: fetching will tell
+    assert Remote(server.address, STALL).sizes([MANIFEST]) == {MANIFEST: None}  # it may be there: fetching will show
     assert not inside.gets
 
 

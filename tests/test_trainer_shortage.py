@@ -1,4 +1,4 @@
-"""A resource that runs out, or a disk that fails: it is named, saved before if possible, and never a refusal."""
+"""A resource that runs out, or a disk that fails, is named; the run saves first if possible; it is never a refusal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fault(number: int) -> OSError:
 
 
 def wrapped(cause: Exception) -> Exception:
-    """Wrap an error as much of our own code does."""
+    """Wrap an error as our own code often does."""
     try:
         try:
             raise cause

@@ -1,4 +1,4 @@
-"""The state of a run at a step's border: what an applied, a skipped and a phase's last step change."""
+"""The state of a run at a step boundary: what an applied step, a skipped step and a phase's last step change."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_finished_phase_is_left_for_the_next_ones_beginning() -> None:
 
 
 def test_a_phase_over_the_same_shards_reads_on_where_the_last_one_ended() -> None:
-    """Else a run cut into phases of less than an epoch would read its beginning over and over, with the same masks."""
+    """Otherwise, phases shorter than an epoch would read the same samples again and again, with the same masks."""
     state = TrainState(attempts=5, step=4, phase=0, phase_step=4, position=40, samples=32, tokens=800, skipped=1)
     again = (PHASES[0], replace(PHASES[1], train=PHASES[0].train))
     assert state.entering(again) == replace(state, phase=1, phase_step=0)

@@ -1,4 +1,4 @@
-"""A stop that is asked for while data do not come: every rank ends at the same border, saved once, at once."""
+"""A stop while a rank waits for data: every rank ends at the same step boundary, at once, with one checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def third_window(shards: Path) -> str:
 
 
 def start(folder: Path, shards: Path, every: int, **places: str) -> list[ranks.Forked]:
-    """Two ranks; an attempt at a download may take 5,000 s, so nothing but the stop ends one that hangs."""
+    """Start two ranks. A download may take 5,000 s, so only the stop ends one that hangs."""
     config = write_config(
         folder,
         shards,

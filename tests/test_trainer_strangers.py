@@ -1,4 +1,4 @@
-"""Strangers at the ranks' meeting: who reaches the port can write to the store, but neither ends nor steers a run."""
+"""Strangers at the ranks' meeting: they may reach the port and write to the store, but not end or steer a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def port() -> int:
 
 @pytest.fixture
 def start(tmp_path: Path, port: int) -> Iterator[Callable[..., ranks.Forked]]:
-    """Starts one rank of two that meets the other; what is left of them at the end is killed."""
+    """Starts one of two ranks that meet each other; at the end, whatever is left of them is killed."""
     begun = list[ranks.Forked]()
     (tmp_path / "meet.py").write_text(MEET)
 

@@ -99,7 +99,7 @@ def test_numbers_beyond_a_float_are_infinite(tmp_path: Path) -> None:
 def test_a_full_disk_costs_events_and_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], room: int, together: int, whole: int
 ) -> None:
-    """Also where the file's head finds no room, or half of it does, and where more is cut than is written next."""
+    """This holds if none or half of the file's header fits, and if more is cut than is written next."""
     files = EventFiles(tmp_path, 0)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))

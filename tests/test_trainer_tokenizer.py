@@ -1,4 +1,4 @@
-"""A tokenizer decides what every id means: another one than the recorded is refused by each command, by its name."""
+"""A tokenizer decides what every id means: every command refuses one that differs from the recorded one, by name."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ COMMANDS = ("encode", "evaluate", "export", "fill_mask", "weights")
 
 
 def command(name: str, run: Path, shards: Path, *more: str) -> int:
-    """Its exit code; what it writes lies beside the run."""
+    """Run a command; returns its exit code. Its output is next to the run."""
     out = run.parent / "out"
     commands: dict[str, tuple[Callable[[list[str]], int], list[object]]] = {
         "encode": (encode.main, ["--model", run, "--out", out.with_suffix(".npy"), "bade"]),
@@ -133,7 +133,7 @@ def command(name: str, run: Path, shards: Path, *more: str) -> int:
 def test_training_and_preflight_refuse_shards_with_another_tokenizer(
     tiny_shards: Path, own_shards: Path, tmp_path: Path, program: str, use: str
 ) -> None:
-    """The case that was found: the pieces reversed, static masks. Nothing is begun."""
+    """This is a bug that was found: the pieces reversed, with static masks. Nothing is started."""
     reverse(own_shards / "tokenizer")
     config = write_config(tmp_path, tiny_shards, 2)
     more = ("--set", f"phases.0.{use}={own_shards}")
@@ -291,7 +291,7 @@ def test_what_fine_tuning_leaves_proves_its_tokenizer(run: Path, tiny_shards: Pa
 
 
 def test_a_foreign_folder_is_used_as_it_is(run: Path, tiny_shards: Path, tmp_path: Path) -> None:
-    """No hash of it is on record."""
+    """There is no recorded hash to compare it with."""
     found = checkpoint.find(run)
     model = checkpoint.load_model(found).model
     write_folder(checkpoint.load_weights(found), model, tiny_shards / "tokenizer", tmp_path / "foreign")

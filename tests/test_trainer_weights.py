@@ -1,4 +1,4 @@
-"""Plain weights: out, in, the same bits; and a run that starts from them once."""
+"""Plain weights: written and read back, they have the same bits; a run starts from them only once."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp
 def test_a_checkpoints_weights_go_out_without_a_launcher_and_into_another_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Out of two ranks under ZeRO 1, into two under ZeRO 2: at step 0 there, the same bits with zero moments."""
+    """Weights go out of two ranks under ZeRO 1, into two under ZeRO 2: at step 0, the same bits with zero moments."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()

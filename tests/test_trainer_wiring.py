@@ -1,4 +1,4 @@
-"""How parts of the trainer work together: sites, waits, seconds and ranks."""
+"""The connections between parts of the trainer: dropout sites, waits for data, exported seconds and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def test_each_dropout_and_head_has_a_site_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or two of them would drop the same places."""
+    """Two with the same site would drop the same places."""
     sites: list[int] = []
     drop = dropout.apply
 
@@ -66,7 +66,7 @@ def read(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
 
 
 def test_seconds_are_exported_once_however_often_they_are_told() -> None:
-    """They are told as all of the process so far."""
+    """The exporter is given the total of the process so far."""
     told = Exporter("tests", None, "", World(0, 1, 0, 1, CPU))
     for seconds in (1.0, 3.0):
         told.publish([{"event": "time", "spent": dict.fromkeys(SPENT, seconds)}])
@@ -74,7 +74,7 @@ def test_seconds_are_exported_once_however_often_they_are_told() -> None:
 
 
 def test_a_node_tells_of_its_own_ranks(tmp_path: Path) -> None:
-    """The second one of two, of two ranks each."""
+    """This is the second of two nodes, with two ranks each."""
     subject = Subject("tests", tmp_path, TINY, target_steps=1, target_samples=8, checkpoint_steps=1)
     told = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
     told.describe(TrainState(), {})
@@ -83,7 +83,7 @@ def test_a_node_tells_of_its_own_ranks(tmp_path: Path) -> None:
 
 
 def test_a_node_tells_what_its_ranks_said_of_their_gpus(tmp_path: Path) -> None:
-    """The first of them cannot look: each may see its own alone."""
+    """The node's first rank cannot query them: each rank may see only its own."""
     subject = Subject("tests", tmp_path, TINY, target_steps=1, target_samples=8, checkpoint_steps=1)
     told = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
     devices = [{"node": "n", "device": "H200", "gpu_uuid": f"GPU-{rank}"} for rank in range(4)]

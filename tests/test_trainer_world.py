@@ -1,4 +1,4 @@
-"""Who a process is: what launchers say, what contradicts itself, and the meeting of real processes."""
+"""The identity of a process: what launchers set, contradictions in it, and the meeting of real processes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_rank_that_sees_only_its_own_gpus_takes_one_of_them(
 
 
 def test_deepspeed_is_told_the_gpus_number() -> None:
-    """It takes LOCAL_RANK for that, and asserts that Open MPI's local rank is the same."""
+    """DeepSpeed reads LOCAL_RANK for that, and asserts that Open MPI's local rank is the same."""
     assert place_for_deepspeed({"LOCAL_RANK": "3"}, torch.device("cuda", 0)) == {"LOCAL_RANK": "0"}
     mpi = "OMPI_COMM_WORLD_LOCAL_RANK"
     assert place_for_deepspeed({mpi: "3"}, torch.device("cuda", 0)) == {"LOCAL_RANK": "0", mpi: "0"}
@@ -128,7 +128,7 @@ def test_deepspeed_then_takes_that_gpu(launched: dict[str, str], monkeypatch: py
 
 
 def test_sruns_tasks_meet_as_ranks_of_one_node() -> None:
-    """Started as by srun with --gpus-per-task=1, on CPUs: each has a local rank of its own, and sees device 0."""
+    """The ranks start as by srun with --gpus-per-task=1, on CPUs: each has its own local rank, and sees device 0."""
     port = str(free_port())
     given = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -166,7 +166,7 @@ def test_ranks_meet_and_leave_with_their_code() -> None:
 
 
 def test_ranks_whose_launcher_names_no_port_meet_at_torchruns() -> None:
-    """Rank 0 is not there: the other one says where it looked."""
+    """Rank 0 is not there, and the other one reports where it looked."""
     without = {name: value for name, value in environment(1, 2, 0).items() if name != "MASTER_PORT"}
     command = [sys.executable, "-c", JOIN.replace("30", "1"), "0"]
     done = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=60)
@@ -203,7 +203,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_told_by_the_first() -> None
 
 
 def test_a_node_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would keep its part of every checkpoint to itself."""
+    """Such a node would keep its part of every checkpoint to itself."""
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     monkeypatch.setattr("ranks.environment", lambda *place: environment(*place) | alone)
     for name in ("0", "1"):

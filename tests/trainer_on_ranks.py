@@ -1,11 +1,11 @@
-"""Run by tests on each rank: the trainer itself, with notes of what it trains on, and signals at an aim.
+"""Runs the trainer, writes down what it trains on, and sends signals at an aim; tests run it on each rank.
 
     python tests/trainer_on_ranks.py NOTES AIMS TRAINER-ARGUMENTS…
 
 NOTES is a folder. Rank R writes a line of samples-R.jsonl for each step that it begins: the samples' numbers and
-checksums of their tokens, its own targets, and those of the global batch as it was told. AIMS is a JSON list of aims.
-Their rank sends itself, or all of them, one signal after the other, each as soon as it is where the aim says, and
-writes where that is to a line of signals.jsonl just before.
+checksums of their tokens, the rank's own targets, and the global batch's. AIMS is a JSON list of aims. Their
+rank sends itself, or all ranks, one signal after the other, each as soon as it reaches the aim's place, and first
+writes that place to a line of signals.jsonl.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer.model.bert import Bert
 
 @dataclass(frozen=True)
 class Aim:
-    """A signal for ``rank``, or all of them, at ``place`` as soon as it is at ``step`` or past it."""
+    """A signal for ``rank``, or for all ranks, to be sent at ``place`` once it is at ``step`` or past it."""
 
     signal: int
     rank: int
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def follow(place: Place, path: Path) -> None:
-    """Make the engine keep ``place``, and write down what each step is given."""
+    """Make the engine update ``place``, and write down the input of each step."""
     take, take_micro = Engine.step, Engine._micro_step
 
     def step(
@@ -93,7 +93,7 @@ def checksums(batch: MicroBatch) -> Iterator[tuple[int, int]]:
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """One line, by one write."""
+    """Append one line, in one write."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(handle, (json.dumps(record) + "\n").encode())
     os.close(handle)

@@ -1,4 +1,4 @@
-"""Finds fields of an exported JSON file that may say something else without the proof's notice."""
+"""Finds the fields of an exported JSON file that the export's proof does not check."""
 
 from __future__ import annotations
 

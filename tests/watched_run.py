@@ -1,4 +1,4 @@
-"""A run on two nodes under Prometheus' eyes, and what befalls it: for tests, and for the picture in docs."""
+"""A run on two nodes that Prometheus watches, and the faults it meets: for tests, and for the picture in docs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DATASET = "live"
 
 @dataclass
 class Site:
-    """Two nodes, what watches them, and the run's ranks."""
+    """Two nodes, the programs that watch them, and the run's ranks."""
 
     folder: Path
     shards: Path
@@ -43,13 +43,13 @@ class Site:
     told: dict[str, tuple[float, Alert]] = field(default_factory=dict)  # by name: (time of the fault, alert)
 
     def start(self, name: str, where: list[Node], *overrides: str) -> list[Forked]:
-        """A rank on each of these nodes, on the configuration of this name."""
+        """Start a rank on each of these nodes, with the configuration of this name."""
         namespaces, changes = ",".join(node.namespace for node in where), [("--set", each) for each in overrides]
         words = [namespaces, where[0].address, "--config", str(self.folder / f"{name}.yaml")]
         return fork(len(where), "tests/rank_on_node.py", *words, *(word for each in changes for word in each))
 
     def wait_until(self, what: str, found: Callable[[], Found], timeout: float = PATIENCE) -> Found:
-        """Wait as ``wait_until`` does, while the run's ranks are alive."""
+        """Wait as ``wait_until`` does; fails if one of the run's ranks ends."""
 
         def found_or_dead() -> Found:
             for rank in self.running:
@@ -66,7 +66,7 @@ class Site:
         return alert
 
     def step(self) -> float:
-        """The run's, as Prometheus knows it now; NaN when it does not."""
+        """The run's step, as Prometheus has it now; NaN if it has none."""
         return self.prometheus.value(f'max by (run) (lambert_step{{run="{RUN}"}})')
 
     def lines(self, event: str) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ class Site:
 
 @contextlib.contextmanager
 def watched(folder: Path, shards: Path) -> Iterator[Site]:
-    """Two nodes without a run yet, and all that is scraped: them, stand-ins of dcgm-exporter, and node_exporter."""
+    """Start two nodes without a run, the exporters of a real site or stand-ins, and a Prometheus that scrapes them."""
     exporter = f"127.0.0.1:{free_port()}"
     for name in ("targets", "textfiles", "gpus"):
         (folder / name).mkdir()
@@ -103,7 +103,7 @@ def aim(folder: Path, job: str, *targets: str) -> None:
 
 
 def write_config(folder: Path, shards: Path, name: str, steps: int, rate: float) -> None:
-    """A run of two phases: a short one at a good learning rate, and one at ``rate``."""
+    """Write a run of two phases: a short one at a good learning rate, and one at ``rate``."""
     phase = {"train": str(shards), "heldout": str(shards), "sequence_length": 32, "global_batch": 30, "micro_batch": 8}
     vocab_size = load_manifest(shards).tokenizer.vocab_size
     tree = {
@@ -141,7 +141,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def prepare(site: Site) -> None:
-    """Build a data set under Prometheus' eyes: once before the work, once when it is done, and by a file for ever."""
+    """Build a data set while Prometheus watches: it scrapes before the work and after it, and keeps reading a file."""
     figures, text = Figures(DATASET), site.shards.parent
     seen = 'max(lambert_prep_progress_ratio{stage="write"})'
     with serve(figures, 0, "127.0.0.1") as port:
@@ -154,7 +154,7 @@ def prepare(site: Site) -> None:
 
 
 def said(site: Site, step: float = -1, name: str = "lambert_run_info") -> list[str]:
-    """The exporters' series of this name, if there are any and the run has reached this step; else []."""
+    """The exporters' series of this name once the run has reached this step; [] until then."""
     pages = [page(f"http://{node.address}:{PORTS[RUN]}/metrics") or "" for node in site.pair]
     text = "\n".join(pages)
     return pages if all(pages) and f"\n{name}{{" in text and step_of(text) >= step else []
@@ -167,7 +167,7 @@ def step_of(text: str) -> float:
 
 @contextlib.contextmanager
 def slowed(rank: Forked) -> Iterator[None]:
-    """Four fifths of the time the rank stands still."""
+    """Slow the rank down: it is paused four fifths of the time."""
     over = threading.Event()
 
     def hold() -> None:

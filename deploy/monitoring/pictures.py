@@ -48,7 +48,7 @@ LOOK = STYLE | {"font.size": 9, "legend.frameon": False, "legend.fontsize": 8}
 
 
 class Curve(NamedTuple):
-    """One series."""
+    """One curve of a picture."""
 
     label: str  # for the legend
     values: list[float]  # one per point of the span; NaN if missing

@@ -36,7 +36,7 @@ class Silent(Stopwatch):
     """A stopwatch that times nothing."""
 
     def begin(self, part: str) -> None:
-        """Records no boundary."""
+        """Do nothing, where a Stopwatch records the boundary between two parts."""
 
 
 class Bench:

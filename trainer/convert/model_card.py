@@ -158,7 +158,7 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
+    """A Markdown table with a header row."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
 
 

@@ -34,7 +34,7 @@ ALIGNED = 64  # elements
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sharding and precision."""
+    """How weights and optimizer are sharded over the ranks, and in which precision they compute."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 1 the optimizer state, 2 also gradients, 3 also weights
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0

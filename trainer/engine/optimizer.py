@@ -57,7 +57,7 @@ class OptimizerConfig:
         found = []
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                found.append(f"{name} is {getattr(self, name)}: must lie in [0, 1)")
+                found.append(f"{name} is {getattr(self, name)}: must be in [0, 1)")
         found += outside(
             self,
             epsilon=(1e-30, 1),  # anything smaller is 0 in fp32

@@ -122,7 +122,7 @@ def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) 
 
 
 def _stage_1_in_bf16(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
-    """Like the other stage 1, but DeepSpeed keeps no offsets here: they follow from the addresses."""
+    """Read stage 1's partition in bf16, where DeepSpeed keeps no offsets: they follow from the addresses."""
     buffers = []
     for parameters, flat, master in zip(
         zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition, strict=True

@@ -120,14 +120,14 @@ class Phase:
         for name in ("start_learning_rate", "end_learning_rate"):
             if not 0 <= getattr(self, name) <= self.learning_rate:
                 bounds = f"0 and learning_rate ({self.learning_rate})"
-                found.append(f"{name} is {getattr(self, name)}: must lie between {bounds}")
+                found.append(f"{name} is {getattr(self, name)}: must be between {bounds}")
         return found
 
     def _warmup_problems(self) -> list[str]:
         found = []
         if self.warmup_steps < 0 or 0 < self.steps < self.warmup_steps:
             most = f"0 and steps ({shown(self.steps)})" if self.steps > 0 else "0 and the length of the phase"
-            found.append(f"warmup_steps is {shown(self.warmup_steps)}: must lie between {most}")
+            found.append(f"warmup_steps is {shown(self.warmup_steps)}: must be between {most}")
         else:
             found += outside(self, warmup_steps=(0, MOST_STEPS))
         found += outside(self, warmup_power=(ABOVE_0, 20))  # a step count to this power still fits a float

@@ -220,7 +220,7 @@ class Run:
         found, passed = checkpoint.newest(self.folder, damaged)
         for reason in passed:
             if reason not in told:
-                self._say(f"passed over: {reason}")
+                self._say(f"skipped: {reason}")
         told.update(passed)
         if found is None and passed:
             raise TrainerError(f"no whole checkpoint in {self.folder}: remove the folder to start this run again")

@@ -77,7 +77,7 @@ class TagTask:
 
     @property
     def outputs(self) -> int:
-        """One per label."""
+        """The number of outputs: one per label."""
         return len(self.labels)
 
     def read(self, path: Path) -> list[Sentence]:

@@ -53,7 +53,7 @@ class MetricsConfig:
         """Every invalid setting, with what to change."""
         found = []
         if self.port is not None and not 1 <= self.port <= 65535:
-            found.append(f"port is {shown(self.port)}: must lie between 1 and 65535, or be null for no exporter")
+            found.append(f"port is {shown(self.port)}: must be between 1 and 65535, or be null for no exporter")
         if not re.fullmatch(r"[\w.:%-]{1,253}", self.address, re.ASCII):
             found.append(f"address is {shown(self.address)}: must be an IP address of this node, or 0.0.0.0 for all")
         found += outside(self, log_every_steps=(1, MOST_STEPS), print_seconds=(0, LONGEST), linger_seconds=(0, LONGEST))

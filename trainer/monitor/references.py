@@ -45,7 +45,7 @@ class Reference:
 
 
 def load_references() -> list[Reference]:
-    """All published results."""
+    """The published results that Lambert ships, as read from their file."""
     content = json.loads(Path(__file__).with_name("references.json").read_text(encoding="utf-8"))
     return [Reference(**each) for each in content]
 

@@ -70,7 +70,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank 0's decision."""
+    """Rank 0's decision on whether the ranks may train together."""
 
     tokens: list[str]  # of the compared accounts, by rank
     refusal: str  # why they cannot be one run; empty if they can
@@ -83,16 +83,16 @@ class Lobby:
         self.meeting, self.store, self.opened = meeting, store, ""
 
     def open(self, token: str) -> None:
-        """On rank 0, start an attempt."""
+        """Start an attempt; called on rank 0."""
         self.opened = token
         self.store.set("opened", seal(self.meeting.secret, "opened", token))
 
     def enter(self) -> None:
-        """On another rank, wait for rank 0's attempt. Raises StrangeError."""
+        """Wait for rank 0's attempt; called on the other ranks. Raises StrangeError."""
         self.opened = self._unsealed("opened", self.store.get("opened"))
 
     def keep_open(self) -> bool:
-        """On rank 0, restore the entry if a stranger overwrote it; return whether one did."""
+        """Restore the entry if a stranger overwrote it, and return whether one did; called on rank 0."""
         if self.store.get("opened") == seal(self.meeting.secret, "opened", self.opened).encode():
             return False
         self.open(self.opened)
@@ -193,7 +193,7 @@ def _enter(meeting: Meeting, deadline: float, token: str) -> Lobby:
 
 
 def _preside(lobby: Lobby, own: tuple[str, Account], deadline: float) -> tuple[Verdict, list[str]]:
-    """On rank 0, wait for all accounts and write the verdict. Also returns the harmless differences."""
+    """Wait for all accounts and write the verdict; called on rank 0. Also returns the harmless differences."""
     accounts = [own, *_await_others(lobby, deadline)]
     told = [account for _, account in accounts]
     verdict = Verdict([token for token, _ in accounts], "; ".join(refusals(told)))
@@ -269,7 +269,7 @@ def _hear(lobby: Lobby, deadline: float) -> Verdict:
 
 
 def _await_readers(lobby: Lobby) -> None:
-    """On rank 0, wait until the others have read the verdict: its store ends with this process."""
+    """Wait until the others have read the verdict; called on rank 0, whose store ends with this process."""
     deadline, others = time.monotonic() + READ_SECONDS, [f"read/{rank}" for rank in range(1, lobby.meeting.size)]
     while lobby.meeting.rank == 0 and others and not lobby.has(others) and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)

@@ -22,7 +22,8 @@ from torch import Tensor
 from data_prep.draws import bits
 from kernels.cross_entropy import cross_entropy
 from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
-from trainer.data.loader import Loader, filler
+from trainer.data.collate import filler
+from trainer.data.loader import Loader
 from trainer.errors import TrainerError
 from trainer.model.batch import IGNORED, MicroBatch
 from trainer.model.bert import Bert, log_unigrams, nsp_classes
@@ -51,7 +52,7 @@ class Target:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """Every invalid setting, with what to change."""
         return [
             f"{name} is {value}: must be above 0" + (" and at most 1" if name.endswith("accuracy") else "")
             for name, value in self.named.items()
@@ -83,7 +84,7 @@ class EvaluationConfig:
     stop_at: Target = field(default_factory=Target)  # the run ends when it is reached: {mlm_accuracy: 0.72}
 
     def problems(self) -> list[str]:
-        """What cannot be, each with its remedy."""
+        """Every invalid setting, with what to change."""
         found = []
         if self.every_steps is not None and self.every_steps < 1:
             found.append(f"every_steps is {self.every_steps}: must be 1 or more, or null for the end of phases only")

@@ -87,7 +87,7 @@ class Run:
         return module
 
     def _hold(self) -> IO[str] | None:
-        """On rank 0, lock the folder. Raises TrainerError if it belongs to another run or is locked."""
+        """Lock the folder; called on rank 0. Raises TrainerError if it belongs to another run or is locked."""
         patience = min(PATIENCE, self.config.run.timeout_seconds / 2)  # the other ranks wait in a collective
         if not self.world.is_main:
             return None
@@ -160,7 +160,7 @@ class Run:
         found, passed = checkpoint.newest(self.folder, damaged)
         for reason in passed:
             if reason not in told:
-                self._say(f"passed over: {reason}")
+                self._say(f"skipped: {reason}")
         told.update(passed)
         require_allowed(self.config, found, passed)
         return "" if found is None else found.folder.name
