@@ -13,6 +13,8 @@ from typing import Any
 
 import fsspec
 
+from data_prep.errors import DataError
+
 
 class RefusedError(ValueError):
     """The server broke a limit; a retry would not help."""
@@ -58,8 +60,20 @@ def open_fs(address: str, stall: float, redirects: Sequence[str] = ()) -> tuple[
     it follows no redirects, and only the content of an object may be larger than SMALL bytes. ``stall``: an HTTP
     request ends after this many seconds without a byte.
 
-    Raises ImportError if the driver is not installed, ValueError if there is no driver for the address.
+    Raises DataError, one line, if it is not an address, or its driver is not installed.
     """
+    if "://" not in address or "::" in address:  # a chain may include a cache; reading that back proves nothing
+        raise DataError(f"{address}: wanted one address, such as s3://bucket/folder or file:///mnt/folder")
+    try:
+        return _open(address, stall, redirects)
+    except ImportError as error:
+        package = getattr(error.__cause__ or error, "name", None) or "the package it names"
+        raise DataError(f"{address}: its driver is not installed; pip install {package} ({error})") from None
+    except ValueError as error:
+        raise DataError(f"{address}: not a valid address ({error}); name one like s3://bucket/folder") from None
+
+
+def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, str]:
     kind, options = address.partition("://")[0], dict[str, Any]()
     fsspec.get_filesystem_class(kind)  # first, because its message names the package to install
     if kind in ("http", "https"):

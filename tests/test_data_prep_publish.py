@@ -228,10 +228,10 @@ def test_a_full_place_is_not_tried_again(whole: Path, tmp_path: Path, flaky: typ
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("bucket/folder", "wanted one URL"),
-        ("simplecache::s3://bucket/folder", "wanted one URL"),
+        ("bucket/folder", "wanted one address"),
+        ("simplecache::s3://bucket/folder", "wanted one address"),
         ("s3://", "names no folder"),
-        ("nowhere://bucket/folder", "no such place"),
+        ("nowhere://bucket/folder", "not a valid address"),
         ("sftp://host/folder", "pip install paramiko"),
         ("s3://absent/folder", "bucket does not exist"),
     ],

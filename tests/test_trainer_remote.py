@@ -211,7 +211,7 @@ def test_missing_and_cut_shards_are_told_before_the_ranks_meet(
         ("{server}/nothing/here", r"/nothing/here/manifest.json: no such file"),
         ("http://127.0.0.1:9/set", r"http://127.0.0.1:9/set/manifest.json: .*5 attempts"),
         ("nowhere://bucket/set", "not a valid address"),
-        ("simplecache::{server}", "chained addresses are not supported"),
+        ("simplecache::{server}", "wanted one address"),
         ("sftp://host/set", "pip install paramiko"),
     ],
 )

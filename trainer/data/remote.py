@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.atomic import TEMPORARY, sync
+from data_prep.errors import DataError
 from data_prep.manifest import file_sha256
 from data_prep.retries import is_hopeless, patiently, shown
 from trainer.errors import PassingError, TrainerError
@@ -50,8 +51,13 @@ class Remote:
     """
 
     def __init__(self, address: str, stall: float, redirects: Sequence[str] = ()) -> None:
+        from data_prep.servers import open_fs
+
         self.address, self.stall = address.rstrip("/"), stall
-        self.fs, self.root = _open(self.address, stall, redirects)
+        try:
+            self.fs, self.root = open_fs(self.address, stall, redirects)
+        except DataError as error:
+            raise TrainerError(str(error)) from None
         self.ended = threading.Event()  # when set, all waiting stops
 
     def fetch(self, key: str, target: Path, sha256: str | None, limit: int, size: int | None = None) -> None:
@@ -153,21 +159,6 @@ async def _receive(fs: Any, name: str, path: Path, bound: Bound) -> None:
     except BaseException:
         path.unlink(missing_ok=True)  # also when cancelled: nobody else waits for it then
         raise
-
-
-def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, str]:
-    """Return the ``fsspec`` file system of ``address`` and the root in it."""
-    if "::" in address:
-        raise TrainerError(f"{address}: chained addresses are not supported; name one like s3://bucket/folder")
-    from data_prep.servers import open_fs
-
-    try:
-        return open_fs(address, stall, redirects)
-    except ImportError as error:
-        package = getattr(error.__cause__ or error, "name", None) or "the package it names"
-        raise TrainerError(f"{address}: its driver is not installed; pip install {package} ({error})") from None
-    except ValueError as error:
-        raise TrainerError(f"{address}: not a valid address ({error}); name one like s3://bucket/folder") from None
 
 
 def _prove(path: Path, sha256: str | None, size: int | None) -> None:
