@@ -184,6 +184,17 @@ def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_pa
     assert f"no whole checkpoint in {folder}: remove the folder to start this run again" in said
 
 
+def test_a_best_evaluation_whose_checkpoint_is_unreadable_is_kept_again(inputs: Inputs, tmp_path: Path) -> None:
+    """Its second name is damaged too: both name the same files."""
+    more, folder = ("--eval-every", "10", "--save-every", "9"), run_folder(tmp_path)
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:6")
+    assert code == STOPPED and (folder / "best" / "step-00000010").is_dir(), said
+    (folder / "step-00000010" / "checkpoint.json").write_text("{")
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
+    assert code == STOPPED and "resumed at step 9" in said, said
+    assert checkpoint.find(folder / "best").record["state"]["best_at"] == 10
+
+
 def test_a_folder_that_another_command_writes_is_refused(inputs: Inputs, tmp_path: Path) -> None:
     held = hold(tmp_path, 0, lambda text: None)
     assert held is not None

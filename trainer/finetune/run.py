@@ -199,6 +199,7 @@ class Run:
             folder = self.folder / name
             failure = first_failure(together(partial(checkpoint.disprove, folder, self.world), self.world), self.world)
             if not failure:
+                self._drop_best_after(checkpoint.step_of(folder))
                 state, changed = together(partial(self._load, folder), self.world)
                 self.engine.refresh_weights()
                 self._keep_best(state.best_at)
@@ -207,11 +208,15 @@ class Run:
                 self.saved = state.attempts
                 return state
             damaged[name] = failure
-            if self.world.is_main:  # a second name for the same files
-                shutil.rmtree(self.folder / BEST / name, ignore_errors=True)
         fill_masters(self.engine.partition, self.job.start)
         self.engine.refresh_weights()
         return State()
+
+    def _drop_best_after(self, step: int) -> None:
+        """Remove a best checkpoint later than ``step``: it shares its files with a skipped one, so it may be damaged."""
+        for path in checkpoint.named(self.folder / BEST) if self.world.is_main else ():
+            if checkpoint.step_of(path) > step:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
         """The name of the checkpoint to resume from, empty for a fresh start; rank 0 reports each reason once."""
