@@ -14,8 +14,8 @@ from data_prep.options import Parser
 from data_prep.streams import write_whole_lines
 from kernels import backend
 from trainer.checkpoint.state import TrainState
+from trainer.console import say
 from trainer.exits import DONE, STOPPED
-from trainer.monitor.journal import say
 from trainer.ranks.ending import fail, guard
 from trainer.ranks.world import (
     World,

@@ -28,12 +28,12 @@ from trainer.checkpoint.changes import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint, newest
 from trainer.checkpoint.saving import stuck_saves
 from trainer.checkpoint.state import TrainState
+from trainer.console import say, warn
 from trainer.convert.weights import fitting
 from trainer.engine.schedule import samples_in
 from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.model.bert import Bert
-from trainer.monitor.journal import say
 from trainer.ranks import hostfile
 from trainer.ranks.ending import guard
 from trainer.ranks.meeting import numbers
@@ -108,7 +108,7 @@ def _say_what_deepspeed_reads(path: Path, world: World) -> None:
     say(f"{hostfile.ENVIRONMENT} sets on every rank: {', '.join(given) or 'nothing'}")
     left = hostfile.left_behind(settings(), given, world.device.type == "cuda")
     if left and len(hosts) > 1 and world.size == 1:
-        say(f"warning: set here, but not for the ranks: {', '.join(left)}; write them into {hostfile.ENVIRONMENT}")
+        warn(f"set here, but not for the ranks: {', '.join(left)}; write them into {hostfile.ENVIRONMENT}")
 
 
 def _say_node(world: World) -> None:
@@ -139,7 +139,7 @@ def _foresee(config: Config, phases: list[PhaseData]) -> None:
     folder = Path(config.run.folder)
     require_own_folder(folder)
     for reason in stuck_saves(folder).values():
-        say(f"warning: no save will be able to remove {reason}")
+        warn(f"no save will be able to remove {reason}")
     found, passed = newest(folder) if folder.is_dir() else (None, [])
     require_allowed(config, found, passed)
     with torch.device("meta"):
@@ -198,7 +198,7 @@ def _time_sum(world: World) -> None:
         rate = 2 * (world.size - 1) / world.size * MEBIBYTES / 1024 / best
         say(f"all-reduce of {MEBIBYTES} MiB over {dist.get_backend()}: {1000 * best:.1f} ms, {rate:.1f} GiB/s")
         if warning := falls_to_tcp(nccl_said()):
-            say(f"warning: {warning}")
+            warn(warning)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from trainer.checkpoint.changes import Changes, differing, spelled
 from trainer.checkpoint.leftovers import drafts, move_aside, remove, temporary
 from trainer.checkpoint.reading import CheckpointConfig
 from trainer.checkpoint.saving import Saved, Saver, first_failure
+from trainer.console import say, silent, warn
 from trainer.convert import weights as plain_weights
 from trainer.data.order import Order
 from trainer.engine.engine import Engine, EngineConfig, StepResult
@@ -33,7 +34,6 @@ from trainer.finetune.result import RESULT, Result, write_json
 from trainer.finetune.score import answer, judge
 from trainer.finetune.task import Task, TaskModel
 from trainer.model.bert import ModelConfig
-from trainer.monitor.journal import say
 from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, broadcast_text, limit_waits, together
 
@@ -78,6 +78,7 @@ class Run:
         options = job.options
         self.job, self.setting, self.seed, self.world, self.stop = job, setting, seed, world, stop
         self.folder = options.out / setting.folder(seed)
+        self.say = say if world.is_main else silent
         alone = len(options.settings) * len(options.seeds) == 1
         self.name = options.task if alone else self.folder.name  # shown in log lines
         self.epoch = len(job.training)
@@ -203,7 +204,7 @@ class Run:
                 state, changed = together(partial(self._load, folder), self.world)
                 self.engine.refresh_weights()
                 self._keep_best(state.best_at)
-                self._say(f"{self.name}: resumed at step {state.step}")
+                self.say(f"{self.name}: resumed at step {state.step}")
                 self.meter.changed(state.attempts, changed)
                 self.saved = state.attempts
                 return state
@@ -213,7 +214,7 @@ class Run:
         return State()
 
     def _drop_best_after(self, step: int) -> None:
-        """Remove a best checkpoint later than ``step``: it shares its files with a skipped one, so it may be damaged."""
+        """Remove a best checkpoint later than ``step``: it has the files of one that was skipped as damaged."""
         for path in checkpoint.named(self.folder / BEST) if self.world.is_main else ():
             if checkpoint.step_of(path) > step:
                 shutil.rmtree(path, ignore_errors=True)
@@ -225,7 +226,7 @@ class Run:
         found, passed = checkpoint.newest(self.folder, damaged)
         for reason in passed:
             if reason not in told:
-                self._say(f"skipped: {reason}")
+                self.say(f"skipped: {reason}")
         told.update(passed)
         if found is None and passed:
             raise TrainerError(f"no whole checkpoint in {self.folder}: remove the folder to start this run again")
@@ -271,9 +272,9 @@ class Run:
     def _saved(self, ended: list[Saved], best_at: int) -> None:
         for saved in ended:
             if saved.leftover:
-                self._say(f"warning: left behind: {saved.leftover}")
+                warn(f"left behind: {saved.leftover}", self.say)
             if saved.failure:
-                self._say(f"step {saved.step} could not be saved ({saved.failure}): fix the cause; the run continues")
+                self.say(f"step {saved.step} could not be saved ({saved.failure}): fix the cause; the run continues")
             self._keep_best(best_at)
 
     def _keep_best(self, step: int) -> None:
@@ -289,7 +290,7 @@ class Run:
             draft.replace(kept)
             for path in drafts(self.folder, BEST):
                 if reason := remove(path):
-                    self._say(f"warning: left behind: {reason}")
+                    warn(f"left behind: {reason}", self.say)
 
         together(keep, self.world)
 
@@ -330,7 +331,7 @@ class Run:
             reason=reason,
         )
         if reason:
-            self._say(f"warning: {self.name}: {how} run: {reason}")
+            warn(f"{self.name}: {how} run: {reason}", self.say)
         together(lambda: self._leave(result) if self.world.is_main else None, self.world)
         return result
 
@@ -348,10 +349,6 @@ class Run:
         for path in (*checkpoint.named(self.folder), self.folder / BEST):
             shutil.rmtree(path, ignore_errors=True)
         (self.folder / "latest").unlink(missing_ok=True)
-
-    def _say(self, text: str) -> None:
-        if self.world.is_main:
-            say(text)
 
 
 def _link(source: str, target: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 
 from kernels import backend
+from trainer.console import say, warn
 from trainer.engine.engine import resolve_precision
 from trainer.errors import TrainerError, exit_code
-from trainer.monitor.journal import say
 from trainer.ranks.ending import _text, fail
 from trainer.ranks.network import ports
 from trainer.ranks.world import (
@@ -55,4 +55,4 @@ def meet(config: Config, phases: list[PhaseData], world: World) -> None:
         told = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # join adds its own
         say(f"settings: {told or 'none'}; InfiniBand: {', '.join(ports()) or 'no port is up'}")
     for difference in join(world, config.run.timeout_seconds, facts(config, phases, world)):
-        say(f"warning: not the same on all ranks: {difference}")
+        warn(f"not the same on all ranks: {difference}")

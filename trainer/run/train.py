@@ -21,6 +21,7 @@ from trainer.checkpoint.changes import Setup, since, spelled
 from trainer.checkpoint.saving import Saver, first_failure, stuck_saves
 from trainer.checkpoint.state import TrainState, state_of
 from trainer.checkpoint.vocabulary import token_counts
+from trainer.console import say, silent, warn
 from trainer.convert.weights import start_from
 from trainer.data.loader import Loader
 from trainer.engine.engine import Engine
@@ -29,7 +30,6 @@ from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import PassingError, TrainerError, exit_code, explain
 from trainer.exits import FAILED
 from trainer.model.bert import Bert
-from trainer.monitor.journal import say
 from trainer.monitor.metrics import Metrics, Subject, device_facts
 from trainer.ranks.network import falls_to_tcp, spoken
 from trainer.ranks.stop import Stop
@@ -50,6 +50,7 @@ class Run:
         config = replace(config, phases=tuple(data.phase for data in phases))  # resolved: lengths in steps
         self.config, self.phases, self.world = config, phases, world
         self.folder = Path(config.run.folder)
+        self.say = say if world.is_main else silent
         self.stop = Stop(world, config.metrics.log_every_steps)
         watch = Stopwatch(world.device)
         self.lock = together(self._hold, world)
@@ -92,7 +93,7 @@ class Run:
         if not self.world.is_main:
             return None
         require_own_folder(self.folder)
-        return hold(self.folder, patience, self._say)
+        return hold(self.folder, patience, self.say)
 
     def _open_folder(self, watch: Stopwatch) -> Metrics:
         heldout = [data.heldout for data in self.phases if data.heldout is not None]
@@ -112,7 +113,7 @@ class Run:
 
     def _warn_of_leftovers(self) -> None:
         for path, reason in stuck_saves(self.folder).items() if self.world.is_main else ():
-            self._say(f"warning: no save will be able to remove {reason}")
+            warn(f"no save will be able to remove {reason}")
             self.saver.warned.add(path)
 
     def restore(self) -> TrainState:
@@ -126,10 +127,10 @@ class Run:
         state = state_of(found)
         self.saved, self.figures = state.step, found.record.get("heldout", {})
         self.reached = self.config.evaluation.stop_at.reached(self.figures)
-        self._say(f"resumed from {found.folder} at step {state.step}")
+        self.say(f"resumed from {found.folder} at step {state.step}")
         ours = Setup(to_tree(self.config), identity(self.config, self.phases), self.engine.precision, self.world.size)
         if changed := since(Setup.of(found), ours, state):
-            self._say(f"changed since that checkpoint: {spelled(changed)}")
+            self.say(f"changed since that checkpoint: {spelled(changed)}")
             self.metrics.changed(state.step, changed)
         return replace(state, restarts=state.restarts + 1)
 
@@ -160,7 +161,7 @@ class Run:
         found, passed = checkpoint.newest(self.folder, damaged)
         for reason in passed:
             if reason not in told:
-                self._say(f"skipped: {reason}")
+                self.say(f"skipped: {reason}")
         told.update(passed)
         require_allowed(self.config, found, passed)
         return "" if found is None else found.folder.name
@@ -180,9 +181,9 @@ class Run:
         source = f"the seed {self.config.run.seed}"
         if given is not None:
             tokenizer = self.phases[0].loader.folder / TOKENIZER_FOLDER
-            start_from(Path(given), self.config.model, self.engine.optimizer, self._say, tokenizer)
+            start_from(Path(given), self.config.model, self.engine.optimizer, self.say, tokenizer)
             source = given
-        self._say(f"no checkpoint in {self.folder}: a fresh start from {source}")
+        self.say(f"no checkpoint in {self.folder}: a fresh start from {source}")
 
     def save(self, state: TrainState, due: bool = False) -> None:
         """Save a checkpoint every so many steps, or when ``due``; report how earlier saves ended."""
@@ -226,7 +227,7 @@ class Run:
             self.metrics.heldout(state, figures)
             self.owes, self.figures, self.reached = False, figures, self.config.evaluation.stop_at.reached(figures)
             if self.reached:
-                self._say(f"target reached: {self.reached}")
+                self.say(f"target reached: {self.reached}")
 
     def catch_up(self, state: TrainState) -> None:
         """Evaluate the step that the run resumes from, if a stop prevented its evaluation."""
@@ -264,7 +265,7 @@ class Run:
         state = self.border
         if exit_code(error) != FAILED or self.world.size > 1 or state is None or state.step in (0, self.saved):
             return
-        self._say(f"{explain(error)}: saving step {state.step} before ending")
+        self.say(f"{explain(error)}: saving step {state.step} before ending")
         self.save(state, due=True)
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
@@ -273,10 +274,6 @@ class Run:
         """Notify the monitors before this process ends. Other ranks may already be gone."""
         self.stop.decided = True  # from here on each rank ends on its own
         self.metrics.end("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
-
-    def _say(self, text: str) -> None:
-        if self.world.is_main:
-            say(text)
 
 
 def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
@@ -353,8 +350,8 @@ def _describe(run: Run, state: TrainState) -> None:
     together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
     heard = nccl_said()
     if warning := falls_to_tcp(heard):
-        run._say(f"warning: {warning}")
-    run._say(f"kernels: {chosen.name} ({chosen.reason})")
+        warn(warning, run.say)
+    run.say(f"kernels: {chosen.name} ({chosen.reason})")
     facts = {
         "run": config.run.name,
         "config": fingerprint(to_tree(config)),
