@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import yaml
 
@@ -16,9 +16,9 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.tokenizer import TOKENIZER_FILES, load_proven
 from kernels import backend
-from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.changes import Setup, since, spelled
-from trainer.checkpoint.saving import Saver, first_failure, stuck_saves
+from trainer.checkpoint.resume import choose, load, record, require_saved
+from trainer.checkpoint.saving import Saver, stuck_saves
 from trainer.checkpoint.state import TrainState, state_of
 from trainer.checkpoint.vocabulary import token_counts
 from trainer.console import say, silent, warn
@@ -27,13 +27,13 @@ from trainer.data.loader import Loader
 from trainer.engine.engine import Engine
 from trainer.engine.schedule import learning_rate, samples_in
 from trainer.engine.stopwatch import Stopwatch
-from trainer.errors import PassingError, TrainerError, exit_code, explain
+from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import FAILED
 from trainer.model.bert import Bert
 from trainer.monitor.metrics import Metrics, Subject, device_facts
 from trainer.ranks.network import falls_to_tcp, spoken
 from trainer.ranks.stop import Stop
-from trainer.ranks.world import World, broadcast_text, gather_texts, limit_waits, nccl_said, require_shared, together
+from trainer.ranks.world import World, gather_texts, limit_waits, nccl_said, require_shared, together
 from trainer.run.config import Config, fingerprint, to_tree
 from trainer.run.evaluation import evaluate
 from trainer.run.identity import identity, require_allowed, require_own_folder, require_same_run
@@ -56,7 +56,9 @@ class Run:
         self.lock = together(self._hold, world)
         require_shared(self.folder, world)
         self.identity = together(partial(identity, config, self.phases), world)  # once: a save reads no other files
-        self.found = self._choose()  # before changing anything in the folder: it may be another run's
+        # before changing anything in the folder: it may be another run's
+        self.found = choose(self.folder, world, state_of, partial(require_allowed, config))
+        together(self._require_same, world)
         self.metrics = together(partial(self._open_folder, watch), world)
         try:
             seed = config.run.seed
@@ -122,8 +124,8 @@ class Run:
             together(self._start, self.world)
             self.engine.refresh_weights()
             return TrainState()
-        found = together(partial(self._load, self.found), self.world)
-        self.engine.refresh_weights()
+        found = self.found
+        load(found, self.engine)
         state = state_of(found)
         self.saved, self.figures = state.step, found.record.get("heldout", {})
         self.reached = self.config.evaluation.stop_at.reached(self.figures)
@@ -134,46 +136,9 @@ class Run:
             self.metrics.changed(state.step, changed)
         return replace(state, restarts=state.restarts + 1)
 
-    def _choose(self) -> Path | None:
-        """Return the newest checkpoint whose parts are all intact, or None for a fresh start. The same on all ranks.
-
-        Rank 0 chooses, and the ranks share the work of checking. A damaged checkpoint is named and skipped.
-        """
-        damaged: dict[str, str] = {}  # name: why
-        told: set[str] = set()
-        while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
-            folder = self.folder / name
-            prove = partial(checkpoint.disprove, folder, self.world, state_of)
-            failure = first_failure(together(prove, self.world), self.world)
-            if not failure:
-                together(partial(self._require_same, folder), self.world)
-                return folder
-            damaged[name] = failure
-        return None
-
-    def _require_same(self, folder: Path) -> None:
-        require_same_run(checkpoint.read(folder).record, self.identity, self.config.phases, folder)
-
-    def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
-        """Name the checkpoint to continue from, empty for a fresh start. Rank 0 reports each skipped one once."""
-        if not self.world.is_main:
-            return ""
-        found, passed = checkpoint.newest(self.folder, damaged)
-        for reason in passed:
-            if reason not in told:
-                self.say(f"skipped: {reason}")
-        told.update(passed)
-        require_allowed(self.config, found, passed)
-        return "" if found is None else found.folder.name
-
-    def _load(self, folder: Path) -> checkpoint.Checkpoint:
-        found = checkpoint.read(folder)
-        record = found.record
-        checkpoint.restore(found, self.engine.optimizer)
-        if record["precision"] == self.engine.precision:  # a loss scale is meaningless in another precision
-            scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
-            self.engine.loss_scale = replace(self.engine.loss_scale, scale=scale, good_steps=good_steps)
-        return found
+    def _require_same(self) -> None:
+        if self.found is not None:
+            require_same_run(self.found.record, self.identity, self.config.phases, self.found.folder)
 
     def _start(self) -> None:
         """Start fresh: from ``run.weights`` if set, else from random weights."""
@@ -192,23 +157,13 @@ class Run:
         if state.step != self.saved and (due or turn):
             self.saved = state.step
             self.metrics.flush()
-            ended = self.saver.save(state.step, self._record(state))
+            more = {"heldout": self.figures, "identity": self.identity, "config": to_tree(self.config)}
+            ended = self.saver.save(state.step, record(self.engine, asdict(state), **more))
             self.metrics.spend("checkpoint")
         elif state.attempts % self.config.metrics.log_every_steps == 0:
             ended = self.saver.look()
         for saved in ended:
             self.metrics.checkpoint(saved)
-
-    def _record(self, state: TrainState) -> dict[str, Any]:
-        return {
-            "state": asdict(state),
-            "loss_scale": asdict(self.engine.loss_scale),
-            "precision": self.engine.precision,
-            "optimizer": {"steps": self.engine.optimizer.steps},
-            "heldout": self.figures,
-            "identity": self.identity,
-            "config": to_tree(self.config),
-        }
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
         """Evaluate on the phase's held-out shards every so many steps, or when ``due``.
@@ -247,10 +202,7 @@ class Run:
         self.metrics.flush()
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
-        last = self.saver.last
-        if last is not None and last.failure:
-            said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): fix that"
-            raise PassingError(f"{said}; the same command resumes from the previous one" if self.world.is_main else "")
+        require_saved(self.saver)
         how = "reached" if self.reached else "done" if state.phase == len(self.phases) else "stopped"
         text = json.dumps({"how": how, "step": state.step}) + "\n"
         together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
