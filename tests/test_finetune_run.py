@@ -12,6 +12,7 @@ import pytest
 import torch
 from finetune_command import MINUS_KILL, Inputs, finetune, make_inputs, result, run_folder, told
 from finetune_inputs import TINY, write_classes
+from test_trainer_run import change_record
 
 from kernels import dropout
 from trainer.checkpoint import reading as checkpoint
@@ -193,6 +194,16 @@ def test_a_best_evaluation_whose_checkpoint_is_unreadable_is_kept_again(inputs: 
     [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
     assert code == STOPPED and "resumed at step 9" in said, said
     assert checkpoint.find(folder / "best").record["state"]["best_at"] == 10
+
+
+def test_a_checkpoint_whose_record_is_malformed_is_skipped(inputs: Inputs, tmp_path: Path) -> None:
+    more, newest = ("--save-every", "9"), run_folder(tmp_path) / "step-00000010"
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:6")
+    assert code == STOPPED, said
+    change_record(newest, {"state": {"best": None, "evaluations": None}})
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
+    assert code == STOPPED and "resumed at step 9" in said, said
+    assert said.count(f"checkpoint {newest} is damaged: its record is malformed") == 1, said
 
 
 def test_a_folder_that_another_command_writes_is_refused(inputs: Inputs, tmp_path: Path) -> None:

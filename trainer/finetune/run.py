@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from data_prep.json_text import shown
 from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.changes import Changes, differing, spelled
@@ -194,7 +195,7 @@ class Run:
 
     def restore(self) -> State:
         """Load the newest checkpoint and return its state; without one, start afresh."""
-        found = choose(self.folder, self.world, lambda found: None, self._require_whole)
+        found = choose(self.folder, self.world, _state_of, self._require_whole)
         if found is None:
             fill_masters(self.engine.partition, self.job.start)
             self.engine.refresh_weights()
@@ -321,10 +322,13 @@ class Run:
 
 
 def _state_of(found: Checkpoint) -> State:
-    """The state in a checkpoint's record."""
-    state = found.record["state"]
-    best = -math.inf if state["best"] is None else state["best"]
-    return State(**state | {"evaluations": tuple(state["evaluations"]), "best": best})
+    """The state in a checkpoint's record. Raises TrainerError if a run cannot resume from that record."""
+    try:
+        state = found.record["state"]
+        best = -math.inf if state["best"] is None else state["best"]
+        return State(**state | {"evaluations": tuple(state["evaluations"]), "best": best})
+    except (LookupError, TypeError) as error:
+        raise TrainerError(f"checkpoint {found.folder} is damaged: its record is malformed ({shown(error)})") from None
 
 
 def _link(source: str, target: str) -> None:
