@@ -38,7 +38,7 @@ from trainer.run.config import Config, fingerprint, to_tree
 from trainer.run.evaluation import evaluate
 from trainer.run.identity import identity, require_allowed, require_own_folder, require_same_run
 from trainer.run.lock import PATIENCE, hold
-from trainer.run.phases import PhaseData
+from trainer.run.phases import PhaseData, Plan
 
 ENDED = "ended.json"  # in the run's folder; "how" is "done", "reached" (evaluation.stop_at) or "stopped"
 
@@ -46,16 +46,16 @@ ENDED = "ended.json"  # in the run's folder; "how" is "done", "reached" (evaluat
 class Run:
     """The parts of one run on one rank, and what they do at a step boundary when they are due."""
 
-    def __init__(self, config: Config, phases: list[PhaseData], world: World) -> None:
-        config = replace(config, phases=tuple(data.phase for data in phases))  # resolved: lengths in steps
-        self.config, self.phases, self.world = config, phases, world
+    def __init__(self, plan: Plan, world: World) -> None:
+        config = plan.config
+        self.config, self.phases, self.world = config, plan.phases, world
         self.folder = Path(config.run.folder)
         self.say = say if world.is_main else silent
         self.stop = Stop(world, config.metrics.log_every_steps)
         watch = Stopwatch(world.device)
         self.lock = together(self._hold, world)
         require_shared(self.folder, world)
-        self.identity = together(partial(identity, config, self.phases), world)  # once: a save reads no other files
+        self.identity = together(partial(identity, plan), world)  # once: a save reads no other files
         # before changing anything in the folder: it may be another run's
         self.found = choose(self.folder, world, state_of, partial(require_allowed, config))
         together(self._require_same, world)
@@ -130,7 +130,7 @@ class Run:
         self.saved, self.figures = state.step, found.record.get("heldout", {})
         self.reached = self.config.evaluation.stop_at.reached(self.figures)
         self.say(f"resumed from {found.folder} at step {state.step}")
-        ours = Setup(to_tree(self.config), identity(self.config, self.phases), self.engine.precision, self.world.size)
+        ours = Setup(to_tree(self.config), self.identity, self.engine.precision, self.world.size)
         if changed := since(Setup.of(found), ours, state):
             self.say(f"changed since that checkpoint: {spelled(changed)}")
             self.metrics.changed(state.step, changed)
@@ -228,12 +228,12 @@ class Run:
         self.metrics.end("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
 
-def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
+def train(plan: Plan, world: World) -> TrainState:
     """Train from the newest checkpoint until the last phase is done or the target is reached.
 
     Returns the last state; its phase is past the last one unless the run was stopped.
     """
-    run = Run(config, phases, world)
+    run = Run(plan, world)
     try:
         return _train(run)
     except BaseException as error:
