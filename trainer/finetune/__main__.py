@@ -45,26 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read all inputs, join the other ranks and run. The exit codes are in :mod:`trainer.exits`."""
     write_whole_lines()
     faulthandler.enable()
-    options, world, job, test = prepare(arguments)
-    whole = guard(world, partial(run, options, world, job, test))
+    world, job, test = prepare(arguments)
+    whole = guard(world, partial(run, world, job, test))
     if not whole:
         fail("lambert: stopped and saved: run the same command to continue" if world.is_main else "", STOPPED)
     leave(DONE)
 
 
-def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part | None]:
+def prepare(arguments: Sequence[str] | None) -> tuple[World, Job, Part | None]:
     """Work out everything a rank can alone. Ends the process with a one-line error if anything is wrong."""
     try:
         options = parse(arguments)
         world = from_launcher(options.machine.device)
-        precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
-        if problems := EngineConfig(options.machine.zero_stage, options.machine.precision).problems():
+        engine = EngineConfig(options.machine.zero_stage, options.machine.precision)
+        precision = resolve_precision(engine, world.device)
+        if problems := engine.problems():
             raise TrainerError("; ".join(problems))
+        machine = replace(options.machine, precision=precision)  # type: ignore[arg-type]
+        options = replace(options, machine=machine)  # nothing after this sees "auto"
         tell = say if world.is_main else silent
         with backend.using(options.machine.kernels):
             kernels = backend.resolve(world.device.type)
         tell(f"{world.size} rank(s) on {world.device.type}, {precision}, kernels: {kernels.name} ({kernels.reason})")
-        return options, world, *make_job(options, tell)
+        return world, *make_job(options, tell)
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # usually all ranks hit the same error: the first reports it, and the launcher ends us
@@ -132,8 +135,9 @@ def _which(path: Path) -> list[str]:
     return [file_sha256(file), *chosen]
 
 
-def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
+def run(world: World, job: Job, test: Part | None) -> bool:
     """Do all runs and combine their results. False if asked to stop; everything is then saved."""
+    options = job.options
     facts: dict[str, Any] = {"task": options.task, "settings": str(options.settings), "seeds": str(options.seeds)}
     told = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
     for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": told}):
@@ -145,17 +149,17 @@ def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
         results = sweep(job, world, Stop(world, STOP_STEPS))
         if results is None:
             return False
-        together(partial(show, options, job, results) if world.is_main else _nothing, world)
+        together(partial(show, job, results) if world.is_main else _nothing, world)
         tree = conclude(job, results, test, world)
     if world.is_main:
         print_result(closing(tree))
     return True
 
 
-def show(options: Options, job: Job, results: list[Result]) -> None:
+def show(job: Job, results: list[Result]) -> None:
     """Draw the picture and print the table."""
     rows, measure = summarise(results, job.task.measure), job.task.measure
-    draw(rows, options.task, measure, options.out / PICTURE)
+    draw(rows, job.options.task, measure, job.options.out / PICTURE)
     print_result(table(rows, measure))
 
 

@@ -46,7 +46,7 @@ BEST = "best"  # until then: the checkpoint of the best evaluation
 class Job:
     """What all runs of one command share."""
 
-    options: Options
+    options: Options  # resolved: the precision in use, and where the predictions go
     task: Task
     model: ModelConfig
     start: dict[str, Tensor]  # the encoder's weights, unsharded

@@ -15,7 +15,6 @@ from torch import Tensor
 from trainer.checkpoint.changes import differing, spelled
 from trainer.console import say, silent
 from trainer.convert.weights import read
-from trainer.engine.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
 from trainer.finetune.card import card
 from trainer.finetune.data import Part
@@ -99,7 +98,7 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
     weights = together(partial(_weights, folder), world)
     model = TaskModel(job.model, job.task, best.seed)
     model.load_state_dict(weights)
-    precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
+    precision = options.machine.precision
     model = model.to(world.device, _DTYPES[precision])
     scores, answered = _score(job, model, test, world)
     tree |= {"chosen": {"seed": best.seed, **best.setting, "how": best.how, "dev": best.figures}, **scores}
