@@ -21,7 +21,7 @@ from data_prep.metrics import Figures, check_textfile, push, serve, write_textfi
 from data_prep.options import Parser, check_place, check_range
 from data_prep.settings import CHOICES, Settings, make_settings
 from data_prep.sources import FORMATS, find_left_out, find_sources, parse_where, say_left_out
-from data_prep.streams import flush, say_error
+from data_prep.streams import complain, flush, print_result, warn
 from data_prep.verify import verify
 from data_prep.vocab import COVERAGE, LARGEST_MULTIPLE, LARGEST_VOCABULARY, LEAST_ALPHABET, learn_tokenizer
 from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
@@ -59,13 +59,13 @@ def _run(options: argparse.Namespace) -> int:
     except (DataError, OSError, MemoryError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         lacks = shortage(error)
-        _complain(f"{said or type(error).__name__} ({lacks})" if lacks else said)
+        complain(f"{said or type(error).__name__} ({lacks})" if lacks else said)
         return FAILED if lacks else BAD_INPUT
     except Stopped:
-        _complain("stopped by SIGTERM; to resume a build, run the same command again")
+        complain("stopped by SIGTERM; to resume a build, run the same command again")
         return STOPPED
     except KeyboardInterrupt:
-        _complain("interrupted; to resume a build, run the same command again")
+        complain("interrupted; to resume a build, run the same command again")
         return INTERRUPTED
 
 
@@ -93,11 +93,11 @@ def _vocab(options: argparse.Namespace) -> int:
         )
     elif size < options.size:
         more = f", fewer than {options.size:,}: the text has no more"
-    _say(f"{options.out}: {size:,} pieces{more}")
+    print_result(f"{options.out}: {size:,} pieces{more}")
     for line in warn_of_markup({name: counts["markup"] for name, counts in left.items()}):
-        say_error(f"data_prep: warning: {line}")
+        warn(line)
     if learnt.marks.other > LIMIT * learnt.words:
-        say_error(f"data_prep: warning: {loss(learnt.marks.other)}")
+        warn(loss(learnt.marks.other))
     return 0
 
 
@@ -116,9 +116,9 @@ def _build(options: argparse.Namespace) -> int:
     if options.metrics_file:
         write_textfile(figures, options.metrics_file)
     seconds = time.monotonic() - start
-    _say("\n".join([*describe(manifest), f"{options.out}: complete, in {seconds:.1f} s"]))
+    print_result("\n".join([*describe(manifest), f"{options.out}: complete, in {seconds:.1f} s"]))
     for line in warnings(manifest):
-        say_error(f"data_prep: warning: {line}")
+        warn(line)
     return 0
 
 
@@ -130,10 +130,10 @@ def _verify(options: argparse.Namespace) -> int:
         except (DataError, OSError) as error:  # still verify the other folders
             problems = [str(error)]
         for problem in problems:
-            _complain(problem)
+            complain(problem)
             code = BAD_INPUT
         if not problems:
-            _say(f"{folder}: complete, {load_manifest(folder).counts.samples:,} samples")
+            print_result(f"{folder}: complete, {load_manifest(folder).counts.samples:,} samples")
     return code
 
 
@@ -142,13 +142,13 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.picture:
         check_place("--picture", options.picture, ".png")
     for line in chain(describe(load_manifest(options.folder)), show_samples(options.folder, options.samples)):
-        if not _say(line):
+        if not print_result(line):
             break
     if options.picture:
         from data_prep.picture import draw
 
         draw(options.folder, options.picture)
-        _say(f"{options.picture}: written")
+        print_result(f"{options.picture}: written")
     return 0
 
 
@@ -156,21 +156,8 @@ def _publish(options: argparse.Namespace) -> int:
     from data_prep.publish import publish
 
     done = publish(options.folder, options.url, PUBLISHERS)
-    _say(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all verified; {done.sent:,} sent now")
+    print_result(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all verified; {done.sent:,} sent now")
     return 0
-
-
-def _say(text: str) -> bool:
-    """Print a result. Returns False if the reader closed the pipe, as in ``inspect … | head``; that is not an error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        return False
-    return True
-
-
-def _complain(problem: str) -> None:
-    say_error(f"data_prep: error: {problem}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -47,6 +47,7 @@ from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.options import Parser, check_place, check_range
 from data_prep.sentences import split_sentences
 from data_prep.sources import find_sources
+from data_prep.streams import say_error
 from data_prep.tokenizer import bert_encoder, load_tokenizer
 from data_prep.watch import Watched, run
 
@@ -292,7 +293,7 @@ def encode(sentences: Path, tokenizer: Path) -> float:
 
 def say(what: str) -> None:
     """Prints a progress line."""
-    print(f"bench: {what}", file=sys.stderr, flush=True)
+    say_error(f"bench: {what}")
 
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
@@ -326,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         measure(read_options(arguments))
     except (DataError, OSError) as error:
-        print(f"data_prep.bench: error: {error}", file=sys.stderr)
+        say_error(f"data_prep.bench: error: {error}")
         return 2
     return 0
 

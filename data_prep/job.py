@@ -22,7 +22,7 @@ from data_prep.pairs import PAIR
 from data_prep.settings import LATER, Settings
 from data_prep.shards import PREFIX
 from data_prep.store import COUNTS, Counted, Store, open_store
-from data_prep.streams import say_error
+from data_prep.streams import warn
 from data_prep.tokenizer import load_once
 from data_prep.verify import verify
 
@@ -140,7 +140,7 @@ def remove_work(job: Job) -> None:
     try:
         shutil.rmtree(job.work)
     except OSError as error:
-        say_error(f"data_prep: warning: {job.work} cannot be removed ({error}): remove it by hand")
+        warn(f"{job.work} cannot be removed ({error}): remove it by hand")
 
 
 def is_complete(job: Job, mark: str) -> bool:

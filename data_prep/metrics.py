@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from data_prep.endpoint import Endpoint
 from data_prep.errors import DataError
 from data_prep.options import check_place
-from data_prep.streams import say_error
+from data_prep.streams import warn
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
@@ -207,7 +207,7 @@ def _push(send: Callable[..., None], gateway: str, registry: CollectorRegistry, 
     except (OSError, HTTPException, ValueError) as error:
         reason = " ".join(str(error).split())
         said = f"--metrics-push {gateway} did not accept the metrics ({reason}); run the same command to push again"
-        say_error(f"data_prep: warning: {said}")
+        warn(said)
 
 
 def _registry(figures: Figures, option: str) -> CollectorRegistry:

@@ -1,4 +1,4 @@
-"""Prints progress and error lines: each line is written whole, and a failure to print never stops the program."""
+"""Prints what data preparation says. Each line is written whole, and a log that cannot be written stops no program."""
 
 from __future__ import annotations
 
@@ -24,6 +24,25 @@ def say_error(line: str) -> None:
     """Print a line to stderr. If stderr is gone (a launcher's closed pipe, a full disk), the line is lost."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning of data preparation."""
+    say_error(f"data_prep: warning: {text}")
+
+
+def complain(problem: str) -> None:
+    """Print an error of data preparation."""
+    say_error(f"data_prep: error: {problem}")
+
+
+def print_result(text: str) -> bool:
+    """Print a result. Returns False if the reader closed the pipe, as in ``inspect … | head``; that is not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def flush() -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from data_prep.errors import KilledError
-from data_prep.streams import flush, say_error
+from data_prep.streams import complain, flush, say_error
 
 if TYPE_CHECKING:  # MPI and multiprocessing are only loaded when needed
     from concurrent.futures import Executor, Future
@@ -282,7 +282,7 @@ def _refuse_ranks() -> int:
         if int(os.environ.get(name, 1)) > 1:
             if os.environ.get(name.replace("SIZE", "RANK"), "0") == "0":
                 line = "mpirun -n K python -m mpi4py -m data_prep ..."
-                say_error(f"data_prep: error: one of {os.environ[name]} ranks; run it as {line}")
+                complain(f"one of {os.environ[name]} ranks; run it as {line}")
             else:
                 time.sleep(LEAVE_SECONDS)  # the first rank to end ends all, perhaps before the line is printed
             return BAD_LAUNCH

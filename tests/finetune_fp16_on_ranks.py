@@ -38,8 +38,7 @@ def step(self: Engine[Any], batches: Sequence[Rows], counts: Any, number: int, r
 
 if __name__ == "__main__":
     engine_on_ranks.allow_fp16_on_cpus()
-    for module in ("__main__", "sweep"):  # which have their own name for it
-        patch(f"trainer.finetune.{module}.resolve_precision", trainer.engine.engine.resolve_precision).start()
+    patch("trainer.finetune.__main__.resolve_precision", trainer.engine.engine.resolve_precision).start()
     scaled = partial(EngineConfig, initial_loss_scale=2.0**10, loss_scale_growth_interval=4)
     patch("trainer.finetune.run.EngineConfig", scaled).start()
     Engine.step = finetune_on_ranks.TAKE = step  # type: ignore[assignment, method-assign]

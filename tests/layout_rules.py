@@ -23,7 +23,7 @@ DATA_SET = {*CONTRACT.split(), "streams", "tokenizer"}
 # The folders of the trainer: each may import from those before it, and from the files that every part uses. The
 # commands at the top import from all of them.
 ROOMS = ("model", "ranks", "data", "engine", "checkpoint", "monitor", "convert", "run", "finetune", "encode", "bench")
-SHARED = ("bounds", "errors", "exits", "options", "strict_yaml")
+SHARED = ("bounds", "console", "errors", "exits", "options", "strict_yaml")
 LOOP = "trainer/run/train.py"
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_KERNEL = 400, 60, 110
 # Words that no docstring begins with: its first line would have no subject.
@@ -132,6 +132,18 @@ def one_file_reads_the_environment(sources: Sources) -> Iterator[str]:
     for source in under(sources, "kernels", "trainer"):
         if source.used & {"os.environ", "os.getenv", "os.environb"} and source.path != "trainer/ranks/world.py":
             yield f"{source.path}: reads the environment"
+
+
+def the_trainer_prints_in_one_file(sources: Sources) -> Iterator[str]:
+    """A run's lines, its warnings, and a command's errors and results each have one form, in one function."""
+    for source in under(sources, "trainer"):
+        if source.path == "trainer/console.py":
+            continue
+        if any(isinstance(node, ast.Name) and node.id == "print" for node in source.nodes):
+            yield f"{source.path}: prints"
+        texts = [node.value for node in source.nodes if isinstance(node, ast.Constant)]
+        if any(isinstance(text, str) and text.startswith("warning: ") for text in texts):
+            yield f"{source.path}: writes the prefix of a warning"
 
 
 def rooms_import_from_rooms_before_them(sources: Sources) -> Iterator[str]:
@@ -257,6 +269,7 @@ RULES: tuple[Rule, ...] = (
     imports_point_one_way,
     two_packages_have_one_importer_each,
     one_file_reads_the_environment,
+    the_trainer_prints_in_one_file,
     rooms_import_from_rooms_before_them,
     modules_import_one_another_without_a_circle,
     the_top_of_the_trainer_is_what_a_user_can_run,

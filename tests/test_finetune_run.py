@@ -12,6 +12,7 @@ import pytest
 import torch
 from finetune_command import MINUS_KILL, Inputs, finetune, make_inputs, result, run_folder, told
 from finetune_inputs import TINY, write_classes
+from test_trainer_run import change_record
 
 from kernels import dropout
 from trainer.checkpoint import reading as checkpoint
@@ -182,6 +183,27 @@ def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_pa
     [(code, said)] = finetune(inputs, tmp_path, *more)
     assert code == REFUSED and "loss" not in said, said
     assert f"no whole checkpoint in {folder}: remove the folder to start this run again" in said
+
+
+def test_a_best_evaluation_whose_checkpoint_is_unreadable_is_kept_again(inputs: Inputs, tmp_path: Path) -> None:
+    """Its second name is damaged too: both name the same files."""
+    more, folder = ("--eval-every", "10", "--save-every", "9"), run_folder(tmp_path)
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:6")
+    assert code == STOPPED and (folder / "best" / "step-00000010").is_dir(), said
+    (folder / "step-00000010" / "checkpoint.json").write_text("{")
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
+    assert code == STOPPED and "resumed at step 9" in said, said
+    assert checkpoint.find(folder / "best").record["state"]["best_at"] == 10
+
+
+def test_a_checkpoint_whose_record_is_malformed_is_skipped(inputs: Inputs, tmp_path: Path) -> None:
+    more, newest = ("--save-every", "9"), run_folder(tmp_path) / "step-00000010"
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:6")
+    assert code == STOPPED, said
+    change_record(newest, {"state": {"best": None, "evaluations": None}})
+    [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
+    assert code == STOPPED and "resumed at step 9" in said, said
+    assert said.count(f"checkpoint {newest} is damaged: its record is malformed") == 1, said
 
 
 def test_a_folder_that_another_command_writes_is_refused(inputs: Inputs, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def problems(model: ModelConfig, *phases: Phase) -> list[str]:
 
 
 def test_a_fitting_run_opens(tiny_shards: Path, tiny_model: ModelConfig) -> None:
-    [data] = open_phases(config(tiny_model, phase(tiny_shards, heldout=str(tiny_shards))), WORLD)
+    [data] = open_phases(config(tiny_model, phase(tiny_shards, heldout=str(tiny_shards))), WORLD).phases
     sizes = tuple(shard.samples for shard in load_manifest(tiny_shards).shards)
     assert (data.order.sizes, data.order.seed, data.order.window) == (sizes, 4, 2) and len(sizes) == 5
     assert data.batch(0) == (10, 2)
@@ -106,7 +106,7 @@ def test_new_masks_are_drawn_as_the_data_set_says(own_shards: Path, tiny_model: 
     if unit != "token":
         rewrite(own_shards, '"masking": "token"', f'"masking": "{unit}"')
     dynamic = phase(own_shards, heldout=str(own_shards), masks="dynamic")
-    [data] = open_phases(config(tiny_model, dynamic), WORLD)
+    [data] = open_phases(config(tiny_model, dynamic), WORLD).phases
     assert data.loader.masks is not None and data.heldout is not None and data.heldout.masks is None
     settings = load_manifest(own_shards).settings
     masking = data.loader.masks.masking
@@ -117,7 +117,7 @@ def test_new_masks_are_drawn_as_the_data_set_says(own_shards: Path, tiny_model: 
     counts = data.loader.read(data.order, 0, 10, 2).counts  # refuses masks of another number than it knows
     assert data.loader.masks.keeps_counts == (unit == "token") and counts.targets > 0
     other = config(tiny_model, dynamic)
-    [again] = open_phases(replace(other, run=replace(other.run, seed=5)), WORLD)
+    [again] = open_phases(replace(other, run=replace(other.run, seed=5)), WORLD).phases
     assert again.loader.masks is not None and again.loader.masks.seed != data.loader.masks.seed
 
 

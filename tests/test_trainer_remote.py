@@ -39,7 +39,7 @@ def phase_of(
     phase = Phase("a", train, 32, 5, 1e-3, global_batch=BATCH, micro_batch=8, heldout=train)
     run = RunConfig("r", "unused", seed=4, shuffle_window=WINDOW)
     config = Config(run, model, (phase,), cache=CacheConfig(str(cache), gigabytes))
-    [data] = open_phases(config, World(rank, size, rank, size, CPU))
+    [data] = open_phases(config, World(rank, size, rank, size, CPU)).phases
     return data
 
 

@@ -68,7 +68,7 @@ def losses(run: Path) -> list[float]:
 
 def test_the_first_loss_is_that_of_the_seeds_weights_and_dropout(plain: Path) -> None:
     config = load(plain)
-    [data] = open_phases(config, World(0, 1, 0, 1, CPU))
+    [data] = open_phases(config, World(0, 1, 0, 1, CPU)).phases
     step, model = data.loader.read(data.order, 0, *data.batch(0)), Bert(config.model, config.run.seed)
     with torch.no_grad():
         parts = [

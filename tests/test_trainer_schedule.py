@@ -232,9 +232,9 @@ def test_a_batch_that_cannot_grow_is_refused(stated: dict[str, int], messages: l
     assert replace(GROWING, **stated).problems() == messages  # type: ignore[arg-type]
 
 
-def opened(model: ModelConfig, *phases: Phase) -> list[PhaseData]:
+def opened(model: ModelConfig, *phases: Phase) -> tuple[PhaseData, ...]:
     world = World(1, 3, 1, 3, torch.device("cpu"))
-    return open_phases(Config(RunConfig("r", "unused"), model, phases), world)
+    return open_phases(Config(RunConfig("r", "unused"), model, phases), world).phases
 
 
 def test_phases_open_with_their_length_in_steps(tiny_shards: Path, tiny_model: ModelConfig) -> None:

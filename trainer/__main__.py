@@ -14,15 +14,14 @@ from data_prep.options import Parser
 from data_prep.streams import write_whole_lines
 from kernels import backend
 from trainer.checkpoint.state import TrainState
+from trainer.console import say
 from trainer.exits import DONE, STOPPED
-from trainer.monitor.journal import say
 from trainer.ranks.ending import fail, guard
 from trainer.ranks.world import (
     World,
     leave,
 )
-from trainer.run.config import Config
-from trainer.run.phases import PhaseData
+from trainer.run.phases import Plan
 from trainer.run.start import meet, prepare
 from trainer.run.train import train
 
@@ -36,9 +35,9 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     options = parser.parse_args()
     faulthandler.enable()  # NCCL's watchdog aborts a rank that waits too long: this prints where it was
-    config, phases, world = prepare(options.config, options.set)
-    state = guard(world, partial(_run, config, phases, world))
-    if state.phase < len(phases):
+    plan, world = prepare(options.config, options.set)
+    state = guard(world, partial(_run, plan, world))
+    if state.phase < len(plan.phases):
         said = f"lambert: stopped at step {state.step} and saved: run the same command to continue"
         fail(said if world.is_main else "", STOPPED)
     if world.is_main:
@@ -46,10 +45,10 @@ def main() -> None:
     leave(DONE)
 
 
-def _run(config: Config, phases: list[PhaseData], world: World) -> TrainState:
-    meet(config, phases, world)
-    with backend.using(config.engine.kernels):
-        return train(config, phases, world)
+def _run(plan: Plan, world: World) -> TrainState:
+    meet(plan, world)
+    with backend.using(plan.config.engine.kernels):
+        return train(plan, world)
 
 
 if __name__ == "__main__":

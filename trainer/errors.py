@@ -46,6 +46,11 @@ def explain(error: BaseException) -> str:
     return f"{said} ({lacks})" if lacks and lacks not in said else said
 
 
+def one_line(error: object) -> str:
+    """Return an error's text without line breaks, with the ``kernels`` setting named as the option --kernels."""
+    return " ".join(str(error).split()).replace("set kernels to", "set --kernels to")
+
+
 def exit_code(error: BaseException) -> int:
     """Choose the exit code: REFUSED only if the user must change something."""
     if isinstance(error, LostError):

@@ -22,17 +22,18 @@ from typing import NoReturn
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, load_manifest
 from data_prep.options import Parser
-from data_prep.streams import say_error, write_whole_lines
+from data_prep.streams import write_whole_lines
 from data_prep.tokenizer import load_proven
 from kernels import backend
 from trainer.checkpoint.reading import find, load_model, model_of
 from trainer.checkpoint.vocabulary import require_vocabulary, token_counts
+from trainer.console import complain, print_result, silent, teller
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.loader import Loader
 from trainer.data.remote import is_remote
-from trainer.errors import TrainerError, exit_code, explain
+from trainer.errors import TrainerError, exit_code, one_line
 from trainer.exits import DONE
-from trainer.options import add_kernels, one_line, print_result
+from trainer.options import add_kernels
 from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
 from trainer.run.evaluation import EvaluationConfig, evaluate_context
 
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # usually all ranks fail alike: the first one reports it and the launcher ends us
-        say_error(f"trainer.evaluate: error: {one_line(explain(error))}")
+        complain("trainer.evaluate", error)
         return exit_code(error)
     return 0
 
@@ -105,7 +106,7 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
 
 def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: World) -> dict[str, float]:
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
-    tell = partial(print, "trainer.evaluate:", file=sys.stderr) if world.is_main else _silent
+    tell = teller("trainer.evaluate") if world.is_main else silent
     found = find(checkpoint, tell)
     shape = model_of(found)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
@@ -133,10 +134,6 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     kernels = backend.resolve(world.device.type)
     tell(f"kernels: {kernels.name} ({kernels.reason})")
     return evaluate_context(model, loader, counts, world.device, options.micro_batch)
-
-
-def _silent(text: str) -> None:
-    """Print nothing: rank 0 prints it."""
 
 
 def _open(place: str, config: CacheConfig, world: World) -> tuple[Path, Cache | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,11 +17,11 @@ from data_prep.options import Parser
 from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint.reading import find, load_weights, model_of, require_finite
 from trainer.checkpoint.vocabulary import tokenizer_of
+from trainer.console import complain, print_result, teller
 from trainer.convert import onnx
 from trainer.convert.folder import TOLERANCE, random_batch, write_folder
 from trainer.convert.model_card import write_card
-from trainer.errors import TrainerError, exit_code, explain
-from trainer.options import one_line, print_result
+from trainer.errors import TrainerError, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,13 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _run(options)
     except (TrainerError, OSError, SafetensorError, MemoryError) as error:
-        print(f"trainer.export: error: {one_line(explain(error))}", file=sys.stderr)
+        complain("trainer.export", error)
         return exit_code(error)
     return 0
 
 
 def _run(options: argparse.Namespace) -> None:
-    tell = partial(print, "trainer.export:", file=sys.stderr)
+    tell = teller("trainer.export")
     found = find(options.checkpoint, tell)
     folder, tokenizer = tokenizer_of(found, tell, options.tokenizer)
     weights, model = load_weights(found), model_of(found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -17,16 +16,16 @@ import torch
 
 from data_prep.errors import DataError
 from data_prep.options import Parser
-from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.bounds import outside
+from trainer.console import complain, print_result, teller
 from trainer.convert.weights import load_bert
-from trainer.errors import TrainerError, exit_code, explain
+from trainer.errors import TrainerError, exit_code
 from trainer.finetune.task import Example, collate
 from trainer.model.batch import IGNORED, MicroBatch, Rows
 from trainer.model.bert import Bert
-from trainer.options import add_kernels, one_line, print_result
+from trainer.options import add_kernels
 
 MASK = "[MASK]"
 Answer = list[tuple[str, float]]  # tokens and their probabilities, the likeliest first
@@ -95,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with backend.using(options.kernels):
             backend.resolve("cpu")
-            model, folder, missing = load_bert(options.model, partial(print, "trainer.fill_mask:", file=sys.stderr))
+            model, folder, missing = load_bert(options.model, teller("trainer.fill_mask"))
             if "MLM head" in missing:
                 raise TrainerError(
                     f"{options.model} has no MLM head, so it cannot predict tokens: name a model that has one"
@@ -103,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
             answers = fill_masks(model, load_tokenizer(folder), options.texts, options.top)
         print_result("\n".join(_lines(options.texts, answers)))
     except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:
-        say_error(f"trainer.fill_mask: error: {one_line(explain(error))}")
+        complain("trainer.fill_mask", error)
         return exit_code(error)
     return 0
 

@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,20 +27,21 @@ from trainer.checkpoint.changes import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint, newest
 from trainer.checkpoint.saving import stuck_saves
 from trainer.checkpoint.state import TrainState
+from trainer.console import say, warn
 from trainer.convert.weights import fitting
 from trainer.engine.schedule import samples_in
 from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.model.bert import Bert
-from trainer.monitor.journal import say
+from trainer.monitor.metrics import MetricsConfig
 from trainer.ranks import hostfile
 from trainer.ranks.ending import guard
 from trainer.ranks.meeting import numbers
 from trainer.ranks.network import falls_to_tcp, ports
 from trainer.ranks.world import World, leave, nccl_said, require_shared, settings, together
-from trainer.run.config import Config, to_tree
+from trainer.run.config import to_tree
 from trainer.run.identity import identity, require_allowed, require_own_folder, require_same_run
-from trainer.run.phases import PhaseData
+from trainer.run.phases import PhaseData, Plan
 from trainer.run.start import meet, prepare
 
 MEBIBYTES = 64  # size of the timed all-reduce
@@ -57,27 +57,27 @@ def main() -> None:
     parser.add_argument("--hostfile", type=Path, help="check deepspeed's host file and .deepspeed_env on this node")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     options = parser.parse_args()
-    config, phases, world = prepare(options.config, options.set, _slots(options.hostfile))
-    guard(world, partial(_try_all, config, phases, world, options.hostfile))
+    plan, world = prepare(options.config, options.set, _slots(options.hostfile))
+    guard(world, partial(_try_all, plan, world, options.hostfile))
     if world.is_main:
         say("ready")
     leave(DONE)
 
 
-def _try_all(config: Config, phases: list[PhaseData], world: World, hosts: Path | None) -> None:
+def _try_all(plan: Plan, world: World, hosts: Path | None) -> None:
     if hosts is not None and world.is_main:
         _say_what_deepspeed_reads(hosts, world)
     began = time.perf_counter()
-    meet(config, phases, world)
+    meet(plan, world)
     if world.is_main:
         seconds = time.perf_counter() - began
         say(f"{world.size} rank(s) met in {seconds:.1f} s, with the same code, versions, configuration and shards")
-        for data in phases:
+        for data in plan.phases:
             _say_phase(data)
     _say_node(world)
-    _share(config, world)
-    together(lambda: _foresee(config, phases) if world.is_main else None, world)
-    together(lambda: _try_port(config) if world.is_local_main else None, world)
+    _share(Path(plan.config.run.folder), world)
+    together(lambda: _foresee(plan) if world.is_main else None, world)
+    together(lambda: _try_port(plan.config.metrics) if world.is_local_main else None, world)
     _time_sum(world)
 
 
@@ -108,7 +108,7 @@ def _say_what_deepspeed_reads(path: Path, world: World) -> None:
     say(f"{hostfile.ENVIRONMENT} sets on every rank: {', '.join(given) or 'nothing'}")
     left = hostfile.left_behind(settings(), given, world.device.type == "cuda")
     if left and len(hosts) > 1 and world.size == 1:
-        say(f"warning: set here, but not for the ranks: {', '.join(left)}; write them into {hostfile.ENVIRONMENT}")
+        warn(f"set here, but not for the ranks: {', '.join(left)}; write them into {hostfile.ENVIRONMENT}")
 
 
 def _say_node(world: World) -> None:
@@ -121,9 +121,8 @@ def _say_node(world: World) -> None:
         say(f"{socket.gethostname()}: {place}: {name}; {up}")
 
 
-def _share(config: Config, world: World) -> None:
+def _share(folder: Path, world: World) -> None:
     """Check that rank 0 can write the run's folder and every node sees it; leave nothing behind."""
-    folder = Path(config.run.folder)
     was_there = folder.exists()
     together(lambda: folder.mkdir(parents=True, exist_ok=True) if world.is_main else None, world)
     require_shared(folder, world)
@@ -134,33 +133,32 @@ def _share(config: Config, world: World) -> None:
             folder.rmdir()
 
 
-def _foresee(config: Config, phases: list[PhaseData]) -> None:
+def _foresee(plan: Plan) -> None:
     """Report what the run will find in its folder. Raises TrainerError if the run would refuse to start."""
-    folder = Path(config.run.folder)
+    config, folder = plan.config, Path(plan.config.run.folder)
     require_own_folder(folder)
     for reason in stuck_saves(folder).values():
-        say(f"warning: no save will be able to remove {reason}")
+        warn(f"no save will be able to remove {reason}")
     found, passed = newest(folder) if folder.is_dir() else (None, [])
     require_allowed(config, found, passed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Bert(config.model).named_parameters()}
     if found is not None:
-        require_same_run(found.record, identity(config, phases), tuple(d.phase for d in phases), found.folder)
+        require_same_run(found.record, identity(plan), config.phases, found.folder)
         say(f"the run will continue from {found.folder}")
-        _say_changes(config, phases, found)
+        _say_changes(plan, found)
     elif config.run.weights is not None:
-        fitting(Path(config.run.weights), config.model, shapes, say, phases[0].loader.folder / TOKENIZER_FOLDER)
+        fitting(Path(config.run.weights), config.model, shapes, say, plan.phases[0].loader.folder / TOKENIZER_FOLDER)
     size, free = 12 * sum(s.numel() for s in shapes.values()), shutil.disk_usage(_above(folder)).free
     if free < size:
         raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB but {free >> 20:,} are free: make room")
 
 
-def _say_changes(config: Config, phases: list[PhaseData], found: Checkpoint) -> None:
+def _say_changes(plan: Plan, found: Checkpoint) -> None:
     """Report which settings changed; not the ranks and precision, since this command may run alone on another node."""
-    saved, stated = Setup.of(found), config.engine.precision
-    tree = to_tree(replace(config, phases=tuple(data.phase for data in phases)))
+    saved, stated = Setup.of(found), plan.config.engine.precision
     precision = saved.precision if stated == "auto" else stated
-    ours = Setup(tree, identity(config, phases), precision, saved.ranks)
+    ours = Setup(to_tree(plan.config), identity(plan), precision, saved.ranks)
     if changed := since(saved, ours, TrainState(**found.record["state"])):
         say(f"changed since that checkpoint: {spelled(changed)}")
 
@@ -170,8 +168,7 @@ def _above(folder: Path) -> Path:
     return folder if folder.exists() else _above(folder.absolute().parent)
 
 
-def _try_port(config: Config) -> None:
-    metrics = config.metrics
+def _try_port(metrics: MetricsConfig) -> None:
     if metrics.port is None:
         return
     try:
@@ -198,7 +195,7 @@ def _time_sum(world: World) -> None:
         rate = 2 * (world.size - 1) / world.size * MEBIBYTES / 1024 / best
         say(f"all-reduce of {MEBIBYTES} MiB over {dist.get_backend()}: {1000 * best:.1f} ms, {rate:.1f} GiB/s")
         if warning := falls_to_tcp(nccl_said()):
-            say(f"warning: {warning}")
+            warn(warning)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from matplotlib import rc_context
 
 from data_prep.atomic import replacing
 from data_prep.options import Parser
-from data_prep.streams import say_error
+from trainer.console import complain, print_result
 from trainer.errors import TrainerError, exit_code
 from trainer.monitor.history import read_history
 from trainer.monitor.panels import (
@@ -23,7 +23,6 @@ from trainer.monitor.panels import (
 )
 from trainer.monitor.references import fitting
 from trainer.monitor.summary import draw, published, summary
-from trainer.options import print_result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,10 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
         told = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
         print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in told)]))
     except TrainerError as error:
-        say_error(f"trainer.report: error: {error}")
+        complain("trainer.report", error)
         return exit_code(error)
     except OSError as error:
-        say_error(f"trainer.report: error: {path} cannot be written: {error.strerror}")
+        complain("trainer.report", TrainerError(f"{path} cannot be written: {error.strerror}"))
         return exit_code(error)
     return 0
 

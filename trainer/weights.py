@@ -8,19 +8,17 @@ launcher. This is the command; the file is written and read by :mod:`trainer.con
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from data_prep.errors import DataError
 from data_prep.options import Parser
-from data_prep.streams import say_error
 from trainer.checkpoint.reading import find, load_weights, model_of, require_finite
 from trainer.checkpoint.vocabulary import own_folder, recorded, tokenizer_of
+from trainer.console import complain, print_result, teller
 from trainer.convert.weights import require_new, write
-from trainer.errors import TrainerError, exit_code, explain
-from trainer.options import one_line, print_result
+from trainer.errors import TrainerError, exit_code
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         require_new(options.out)
-        tell = partial(print, "trainer.weights:", file=sys.stderr)
+        tell = teller("trainer.weights")
         found = find(options.checkpoint, tell)
         weights = load_weights(found)
         require_finite(f"checkpoint {found.folder}", weights)
@@ -41,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         write(weights, model_of(found), options.out, sha256)
         print_result(f"{options.out}: {found.folder}")
     except (TrainerError, DataError, OSError, SafetensorError, MemoryError) as error:
-        say_error(f"trainer.weights: error: {one_line(explain(error))}")
+        complain("trainer.weights", error)
         return exit_code(error)
     return 0
 

@@ -24,6 +24,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
+from data_prep.streams import say_error
 from deploy.monitoring.dashboards import DASHBOARDS, MARKS, substitute
 from deploy.monitoring.panels import Panel
 from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
@@ -201,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         picture(options.url, options.run, options.out, options.scrape, options.hours)
     except (PictureError, OSError) as error:
-        print(f"pictures: error: {error}", file=sys.stderr)
+        say_error(f"pictures: error: {error}")
         return 2
     return 0
 

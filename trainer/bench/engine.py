@@ -17,6 +17,7 @@ import torch.distributed as dist
 from data_prep.options import Parser
 from kernels.dropout import token_keys
 from trainer.bench.model import SIZES, by_kernel, micro_batch
+from trainer.console import print_result
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.model.batch import GlobalCounts, MicroBatch
@@ -85,7 +86,7 @@ def report(stage: int, accumulations: list[int], optimizer: str, world: World, r
 def tell(world: World, line: str) -> None:
     """Print a line on rank 0 only."""
     if world.is_main:
-        print(line, flush=True)
+        print_result(line)
 
 
 def main() -> None:

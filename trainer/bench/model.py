@@ -25,6 +25,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import load_manifest, read_histogram
 from data_prep.options import Parser
 from kernels.dropout import token_keys
+from trainer.console import print_result
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.flops import model_flops
@@ -166,10 +167,10 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
         run = make(model, batch)
         ms = milliseconds(run)
         rate = f"{flops / ms / 1e9:.0f} | {sum(lengths) / ms * 1e3:,.0f}"
-        print(f"| {name} | {who} | {ms:.1f} | {rate} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |", flush=True)
+        print_result(f"| {name} | {who} | {ms:.1f} | {rate} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |")
         if who == "Lambert":
             spent = ", ".join(f"{part} {ms:.1f}" for part, ms in parts(run).items())
-            print(f"| | by part, ms | {spent} | | | |", flush=True)
+            print_result(f"| | by part, ms | {spent} | | | |")
         del run
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -189,8 +190,8 @@ def main() -> None:
     except DataError as error:
         raise SystemExit(f"trainer.bench: error: {error}") from error
     logging.disable(logging.WARNING)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, BERT-{given.size}, fp16, dropout 0.1\n")
-    print("| sequences | who | ms | TFLOP/s | valid tokens/s | GiB |\n|---|---|---|---|---|---|", flush=True)
+    print_result(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, BERT-{given.size}, fp16, dropout 0.1\n")
+    print_result("| sequences | who | ms | TFLOP/s | valid tokens/s | GiB |\n|---|---|---|---|---|---|")
     for name, lengths in work.items():
         report(name, SIZES[given.size], lengths, given.compile)
 

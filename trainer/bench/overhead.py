@@ -19,6 +19,7 @@ import torch.distributed as dist
 from data_prep.options import Parser
 from trainer.bench.model import micro_batch
 from trainer.checkpoint.state import TrainState
+from trainer.console import print_result
 from trainer.data.loader import StepBatch
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
@@ -100,9 +101,10 @@ def main() -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         step = 1000 * statistics.median(times[False]) / given.steps
         found = f"{middle:+.2f} % (quartiles {low:+.2f}, {high:+.2f}; {given.pairs} pairs of {given.steps} steps)"
-        print(f"{world.size} ranks on {world.device.type}: {step:.1f} ms per step without metrics; with them {found}")
+        where = f"{world.size} ranks on {world.device.type}"
+        print_result(f"{where}: {step:.1f} ms per step without metrics; with them {found}")
         own = 1000 * bench.seconds / (given.pairs * given.steps)
-        print(f"rank 0's own work in the metrics: {own:.3f} ms per step, {100 * own / step:.3f} %")
+        print_result(f"rank 0's own work in the metrics: {own:.3f} ms per step, {100 * own / step:.3f} %")
     leave(0)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from data_prep.json_text import parse_json, read_json, shown
 from data_prep.manifest import file_sha256
 from trainer.bounds import MOST_STEPS, outside
+from trainer.console import Tell, silent, warn
 from trainer.engine.optimizer import LambertOptimizer
 from trainer.engine.partition import Buffer
 from trainer.errors import TrainerError, exit_code, explain, shortage
@@ -203,7 +204,7 @@ def model_of(checkpoint: Checkpoint) -> ModelConfig:
     return model
 
 
-def find(path: Path, tell: Callable[[str], None] = lambda text: None) -> Checkpoint:
+def find(path: Path, tell: Tell = silent) -> Checkpoint:
     """The checkpoint at ``path``, or the newest complete one in that folder. Raises TrainerError if there is none.
 
     ``tell`` receives a warning for each newer checkpoint that is skipped.
@@ -215,7 +216,7 @@ def find(path: Path, tell: Callable[[str], None] = lambda text: None) -> Checkpo
         advice = f"no whole checkpoint in {path}: name a run's folder, or a step-… folder in it"
         raise TrainerError("; ".join([advice, *passed]))
     for problem in passed:
-        tell(f"warning: not used: {problem}; using {found.folder.name} instead")
+        warn(f"not used: {problem}; using {found.folder.name} instead", tell)
     return found
 
 

@@ -7,7 +7,7 @@ compared with the record before it is used. Data used with the weights must have
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, TOKENIZER_FOLDER, Manifest, load_manifest, manifest_hash, read_histogram
 from data_prep.tokenizer import Tokenizer, load_proven, load_tokenizer
 from trainer.checkpoint.reading import Checkpoint, named
+from trainer.console import Tell, warn
 from trainer.errors import TrainerError
 
 RESTORE = "restore it from the tokenizer folder of the training shards"
@@ -67,7 +68,7 @@ def load_trained(folder: Path, sha256: str | None, path: Path, remedy: str = RES
 def unproven(found: Checkpoint) -> str:
     """A warning that a checkpoint's tokenizer cannot be verified."""
     return (
-        f"warning: {found.folder} is from an older Lambert that did not record the tokenizer, and its shards are not "
+        f"{found.folder} is from an older Lambert that did not record the tokenizer, and its shards are not "
         f"available: cannot verify that {own_folder(found)} is the right one"
     )
 
@@ -83,7 +84,7 @@ def token_counts(folder: Path, manifest: Manifest) -> Tensor:
         raise TrainerError(str(error)) from None
 
 
-def require_rows(pieces: int, folder: Path, rows: int, model: Path, tell: Callable[[str], None]) -> None:
+def require_rows(pieces: int, folder: Path, rows: int, model: Path, tell: Tell) -> None:
     """Raise TrainerError if the tokenizer in ``folder`` has more ``pieces`` than the model; warn if fewer."""
     if pieces > rows:  # some of them would fall on padding rows of the table, which were never trained
         raise TrainerError(
@@ -91,9 +92,10 @@ def require_rows(pieces: int, folder: Path, rows: int, model: Path, tell: Callab
             "trained with"
         )
     if pieces < rows:
-        tell(
-            f"warning: {folder} has {pieces:,} pieces, but the model in {model} has {rows:,}: ids from {pieces} on "
-            "never occur; if tokens were added to the model, save its tokenizer with it"
+        warn(
+            f"{folder} has {pieces:,} pieces, but the model in {model} has {rows:,}: ids from {pieces} on "
+            "never occur; if tokens were added to the model, save its tokenizer with it",
+            tell,
         )
 
 
@@ -103,21 +105,21 @@ def own_folder(found: Checkpoint) -> Path:
     return (step.parent if step in named(step.parent) else step) / TOKENIZER_FOLDER
 
 
-def tokenizer_of(found: Checkpoint, tell: Callable[[str], None], given: Path | None = None) -> tuple[Path, Tokenizer]:
+def tokenizer_of(found: Checkpoint, tell: Tell, given: Path | None = None) -> tuple[Path, Tokenizer]:
     """The folder and the tokenizer that belong to a checkpoint: ``given``, or the run's own copy, verified.
 
     ``tell`` receives a warning if it cannot be verified. Raises TrainerError if it is another tokenizer.
     """
     known, own = recorded(found.record), own_folder(found)
     if known is None:
-        tell(unproven(found))
+        warn(unproven(found), tell)
         if given is not None and own.is_dir():
             known = load_trained(own, None, found.folder).sha256()
     folder = own if given is None else given
     return folder, load_trained(folder, known, found.folder, f"{RESTORE}, or name it by --tokenizer")
 
 
-def require_vocabulary(found: Checkpoint, sha256: str, what: object, tell: Callable[[str], None]) -> None:
+def require_vocabulary(found: Checkpoint, sha256: str, what: object, tell: Tell) -> None:
     """Raise TrainerError unless ``what`` was made with the checkpoint's tokenizer; ``sha256``: that of its tokenizer.
 
     The run's own copy, if there is one, must also be the recorded tokenizer.
@@ -125,7 +127,7 @@ def require_vocabulary(found: Checkpoint, sha256: str, what: object, tell: Calla
     known, own = recorded(found.record), own_folder(found)
     if own.is_dir():
         if known is None:
-            tell(unproven(found))
+            warn(unproven(found), tell)
         known = load_trained(own, known, found.folder).sha256()
     if known not in (None, sha256):
         raise TrainerError(

@@ -7,7 +7,6 @@ Lambert can compute, also one without some of the heads.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from data_prep.errors import DataError
 from data_prep.json_text import read_json
 from data_prep.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from trainer.checkpoint.leftovers import drafts, remove, temporary
+from trainer.console import Tell, say
 from trainer.convert.hugging_face import difference, from_hugging_face, missing_heads, to_hugging_face, unused_names
 from trainer.convert.proof import check_tokenizer, config_facts, require_equal
 from trainer.errors import TrainerError, shortage
@@ -34,7 +34,6 @@ from trainer.model.batch import MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 
 TOLERANCE = 1e-5  # largest allowed difference of fp32 logits, as a share of the largest logit
-_log = logging.getLogger(__name__)
 _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
@@ -112,7 +111,7 @@ def limit_length(folder: Path, model: ModelConfig) -> None:
     settings.write_text(json.dumps(read_json(settings) | limit, indent=2) + "\n", "utf-8")
 
 
-def read_folder(folder: Path, tell: Callable[[str], None] = _log.warning) -> tuple[dict[str, Tensor], ModelConfig]:
+def read_folder(folder: Path, tell: Tell = say) -> tuple[dict[str, Tensor], ModelConfig]:
     """Read a Hugging Face folder: Bert's ``state_dict``, without heads that the folder lacks, and the model.
 
     ``tell`` receives a line about missing heads and one about unused weights. Raises TrainerError if the folder is not

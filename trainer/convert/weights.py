@@ -7,7 +7,6 @@ metadata record the model and the tokenizer's sha256.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +23,7 @@ from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer.checkpoint.leftovers import temporary
 from trainer.checkpoint.reading import find, load_weights, model_of, named, require_finite, require_shapes
 from trainer.checkpoint.vocabulary import load_trained, own_folder, recorded, require_rows, unproven
+from trainer.console import Tell, silent, warn
 from trainer.convert.folder import read_folder
 from trainer.convert.hugging_face import missing_heads
 from trainer.engine.optimizer import LambertOptimizer
@@ -56,7 +56,7 @@ def start_from(
     path: Path,
     model: ModelConfig,
     optimizer: LambertOptimizer,
-    tell: Callable[[str], None],
+    tell: Tell,
     tokenizer: Path | None = None,
 ) -> None:
     """Fill this rank's masters in place with the weights at ``path``, any source that :func:`read` accepts.
@@ -73,7 +73,7 @@ def fitting(
     path: Path,
     model: ModelConfig,
     wanted: dict[str, torch.Size],
-    tell: Callable[[str], None],
+    tell: Tell,
     tokenizer: Path | None = None,
 ) -> dict[str, Tensor]:
     """The whole weights at ``path`` by name; heads may be missing. ``wanted``: the parameters of ``model``.
@@ -100,7 +100,7 @@ def fitting(
     return given.tensors
 
 
-def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
+def read(path: Path, tell: Tell) -> PlainWeights:
     """Read weights from a run, a checkpoint, a Hugging Face folder, or a file that :func:`write` wrote.
 
     A fine-tuned model's folder with its file weights.safetensors works too: it gives the encoder and the pre-training
@@ -115,7 +115,7 @@ def read(path: Path, tell: Callable[[str], None]) -> PlainWeights:
     return given
 
 
-def source(path: Path, tell: Callable[[str], None]) -> Path:
+def source(path: Path, tell: Tell) -> Path:
     """The folder to read weights from: ``path``, or the newest complete checkpoint in it. Raises TrainerError."""
     if (path / "config.json").is_file():
         return path
@@ -129,7 +129,7 @@ def source(path: Path, tell: Callable[[str], None]) -> Path:
     return path
 
 
-def _read_folder(path: Path, tell: Callable[[str], None]) -> PlainWeights:
+def _read_folder(path: Path, tell: Tell) -> PlainWeights:
     own = path if any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt")) else None
     if (path / "config.json").is_file():
         return PlainWeights(*read_folder(path, tell), heads_may_lack=True, tokenizer=own, sha256=_recorded_in(path))
@@ -140,7 +140,7 @@ def _read_folder(path: Path, tell: Callable[[str], None]) -> PlainWeights:
     known, beside = recorded(found.record), own_folder(found)
     kept = beside if beside.is_dir() else None
     if known is None and kept is not None:
-        tell(unproven(found))
+        warn(unproven(found), tell)
     model = model_of(found)
     return PlainWeights(load_weights(found), model, tokenizer=kept, sha256=known)
 
@@ -154,7 +154,7 @@ def _recorded_in(path: Path) -> str | None:
         return (file.metadata() or {}).get("tokenizer")
 
 
-def _of_bert(path: Path, given: PlainWeights, tell: Callable[[str], None]) -> tuple[dict[str, Tensor], ModelConfig]:
+def _of_bert(path: Path, given: PlainWeights, tell: Tell) -> tuple[dict[str, Tensor], ModelConfig]:
     """The weights that Bert has parameters for, and the model; the encoder must be complete."""
     if given.model is None:
         raise TrainerError(f"{path / PLAIN} does not describe the model of its weights: write it again")
@@ -191,7 +191,7 @@ def _read_file(path: Path) -> PlainWeights:
         ) from None
 
 
-def _require_vocabulary(path: Path, given: PlainWeights, ours: Path, tell: Callable[[str], None]) -> None:
+def _require_vocabulary(path: Path, given: PlainWeights, ours: Path, tell: Tell) -> None:
     """Raise TrainerError unless the tokens of ``path`` are exactly those of the shards' tokenizer ``ours``."""
     remedy = "use weights with the shards' vocabulary, or build the shards with that of the weights"
     if given.tokenizer is None and given.sha256 is None:
@@ -216,12 +216,10 @@ def _require_vocabulary(path: Path, given: PlainWeights, ours: Path, tell: Calla
                 f"run.weights: {path} has a different vocabulary from the shards: token {number} is {seen[0]} there, "
                 f"{seen[1]} in the shards: {remedy}"
             )
-    tell(
-        f"warning: {path} has the shards' vocabulary, but cleans text differently (case, accents, emoji, added tokens)"
-    )
+    warn(f"{path} has the shards' vocabulary, but cleans text differently (case, accents, emoji, added tokens)", tell)
 
 
-def load_bert(path: Path, tell: Callable[[str], None] = lambda text: None) -> tuple[Bert, Path, list[str]]:
+def load_bert(path: Path, tell: Tell = silent) -> tuple[Bert, Path, list[str]]:
     """Load a model, fp32, on the CPU. Returns it, its tokenizer's folder, and the names of missing heads, left random.
 
     ``path``: a folder that :func:`read` accepts. ``tell`` receives warnings about skipped damaged checkpoints, and if

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,17 +31,17 @@ from data_prep.atomic import replacing
 from data_prep.encoding import read_utf8
 from data_prep.errors import DataError
 from data_prep.options import Parser
-from data_prep.streams import say_error
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
+from trainer.console import complain, print_result, teller
 from trainer.convert.weights import load_bert, require_new
 from trainer.encode.vectors import Part, Text, write_npy, write_parquet
-from trainer.errors import TrainerError, exit_code, explain
+from trainer.errors import TrainerError, exit_code
 from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, fit, pack
 from trainer.model.batch import Rows
 from trainer.model.bert import Bert, pool
-from trainer.options import add_kernels, one_line, print_result
+from trainer.options import add_kernels
 
 POOLS = ("mean", "max", "cls", "pooler")
 LAYERS = ("last", "mean4", "concat4")
@@ -50,6 +49,7 @@ _FOUR = 4  # layers, as in the feature-based use of Devlin et al. (2019), sectio
 _TEXTS, _LETTERS = 4096, 200_000  # limits of one part, which is in memory at once
 _BATCH = 8192  # tokens per forward pass
 _PATIENCE = 5.0  # seconds between two lines of progress
+_tell = teller("trainer.encode")
 _MARKED = re.compile(r"\[\[(.+?)\]\]")
 _WRITERS = {".npy": write_npy, ".parquet": write_parquet}
 
@@ -216,7 +216,7 @@ def encode_parts(
         yield Part(start, part, examples, encode(model, examples, pooling, control))
         start += len(part)
     if shortened:
-        say_error(f"trainer.encode: {shortened:,} of {start:,} texts were truncated to {longest} tokens")
+        _tell(f"{shortened:,} of {start:,} texts were truncated to {longest} tokens")
 
 
 def _gathered(texts: Iterable[Text], most: int) -> Iterator[list[Text]]:
@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
         with backend.using(options.kernels), _lines(options) as (lines, place):
             _run(options, single, read_texts(lines, place, list(filter(None, options.json.split(",")))))
     except (TrainerError, DataError, backend.UnavailableError, OSError, MemoryError) as error:
-        say_error(f"trainer.encode: error: {one_line(explain(error))}")
+        complain("trainer.encode", error)
         return exit_code(error)
     return 0
 
@@ -283,7 +283,7 @@ def _run(options: argparse.Namespace, single: bool, texts: Iterable[Text]) -> No
     pooling = Pooling("tokens" if single else options.pool or "mean", options.layers)
     if pooling.layers != "last" and pooling.pool == "pooler":
         raise TrainerError(f"--layers {pooling.layers}: the pooler reads only the last layer: use --layers last")
-    model, folder, missing = load_bert(options.model, partial(print, "trainer.encode:", file=sys.stderr))
+    model, folder, missing = load_bert(options.model, _tell)
     tokenizer = load_tokenizer(folder)
     if pooling.layers != "last" and model.model.layers < _FOUR:
         raise TrainerError(
@@ -324,12 +324,12 @@ def _told(parts: Iterable[Part], first: str) -> Iterator[Part]:
     done = 0
     for part in parts:
         if not done:
-            say_error(f"trainer.encode: {first}")
+            _tell(first)
         yield part
         done, now = part.start + len(part.texts), time.monotonic()
         if now - told > _PATIENCE:
             told = now
-            say_error(f"trainer.encode: {done:,} texts, {done / (now - began):,.0f} per second")
+            _tell(f"{done:,} texts, {done / (now - began):,.0f} per second")
     if not done:
         raise TrainerError("the input has no texts: name some")
 

@@ -6,7 +6,7 @@ import faulthandler
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,8 +17,9 @@ import trainer.ranks.first_process  # noqa: F401  before the others, which take 
 from data_prep.manifest import file_sha256
 from data_prep.streams import write_whole_lines
 from kernels import backend
+from trainer.console import Tell, print_result, say, silent, warn
 from trainer.engine.engine import EngineConfig, resolve_precision
-from trainer.errors import TrainerError, exit_code, explain
+from trainer.errors import TrainerError, exit_code, explain, one_line
 from trainer.exits import DONE, STOPPED
 from trainer.finetune.data import Part, Table, read_part, read_training
 from trainer.finetune.formats import split_name
@@ -32,8 +33,6 @@ from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.sweep import PICTURE, conclude, require_same, sweep
 from trainer.finetune.task import Task
 from trainer.finetune.tasks import known
-from trainer.monitor.journal import say
-from trainer.options import one_line
 from trainer.ranks.ending import fail, guard
 from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
@@ -46,26 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read all inputs, join the other ranks and run. The exit codes are in :mod:`trainer.exits`."""
     write_whole_lines()
     faulthandler.enable()
-    options, world, job, test = prepare(arguments)
-    whole = guard(world, partial(run, options, world, job, test))
+    world, job, test = prepare(arguments)
+    whole = guard(world, partial(run, world, job, test))
     if not whole:
         fail("lambert: stopped and saved: run the same command to continue" if world.is_main else "", STOPPED)
     leave(DONE)
 
 
-def prepare(arguments: Sequence[str] | None) -> tuple[Options, World, Job, Part | None]:
+def prepare(arguments: Sequence[str] | None) -> tuple[World, Job, Part | None]:
     """Work out everything a rank can alone. Ends the process with a one-line error if anything is wrong."""
     try:
         options = parse(arguments)
         world = from_launcher(options.machine.device)
-        precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
-        if problems := EngineConfig(options.machine.zero_stage, options.machine.precision).problems():
+        engine = EngineConfig(options.machine.zero_stage, options.machine.precision)
+        precision = resolve_precision(engine, world.device)
+        if problems := engine.problems():
             raise TrainerError("; ".join(problems))
-        tell = say if world.is_main else _silent
+        machine = replace(options.machine, precision=precision)  # type: ignore[arg-type]
+        options = replace(options, machine=machine)  # nothing after this sees "auto"
+        tell = say if world.is_main else silent
         with backend.using(options.machine.kernels):
             kernels = backend.resolve(world.device.type)
         tell(f"{world.size} rank(s) on {world.device.type}, {precision}, kernels: {kernels.name} ({kernels.reason})")
-        return options, world, *make_job(options, tell)
+        return world, *make_job(options, tell)
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # usually all ranks hit the same error: the first reports it, and the launcher ends us
@@ -79,7 +81,7 @@ def by_option(text: str) -> str:
     return text
 
 
-def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part | None]:
+def make_job(options: Options, tell: Tell) -> tuple[Job, Part | None]:
     """Build the task, its tokenised data and the starting weights; also return the test file, if any."""
     task = known(options.task).make(options.wish, tell)
     given = read_pretrained(options.model, options.tokenizer, tell)
@@ -113,14 +115,13 @@ def make_job(options: Options, tell: Callable[[str], None]) -> tuple[Job, Part |
     return Job(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
 
 
-def _tell_classes(task: Task, train: Path, training: Table, parts: list[Part], tell: Callable[[str], None]) -> None:
+def _tell_classes(task: Task, train: Path, training: Table, parts: list[Part], tell: Tell) -> None:
     """Report the classes of each file, and warn if an evaluation file has only one."""
     tell("classes in " + counted(train, training.classes))
     for part in parts:
         tell("classes in " + counted(part.path, part.table.classes))
         if task.labels and (label := only_class(part.table.classes)):
-            said = f"warning: every label in {part.path} is {label}"
-            tell(f"{said}: if it means no label, pass --no-label {label}")
+            warn(f"every label in {part.path} is {label}: if it means no label, pass --no-label {label}", tell)
 
 
 def _decides(name: str, value: Any) -> bool:
@@ -134,12 +135,13 @@ def _which(path: Path) -> list[str]:
     return [file_sha256(file), *chosen]
 
 
-def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
+def run(world: World, job: Job, test: Part | None) -> bool:
     """Do all runs and combine their results. False if asked to stop; everything is then saved."""
+    options = job.options
     facts: dict[str, Any] = {"task": options.task, "settings": str(options.settings), "seeds": str(options.seeds)}
     told = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
     for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": told}):
-        say(f"warning: not the same on all ranks: {difference}")
+        warn(f"not the same on all ranks: {difference}")
     together(partial(require_same, job) if world.is_main else _nothing, world)
     patience = min(PATIENCE, options.machine.timeout / 2)  # meanwhile the other ranks wait in a collective
     held = together(lambda: hold(options.out, patience, say) if world.is_main else None, world)
@@ -147,26 +149,22 @@ def run(options: Options, world: World, job: Job, test: Part | None) -> bool:
         results = sweep(job, world, Stop(world, STOP_STEPS))
         if results is None:
             return False
-        together(partial(show, options, job, results) if world.is_main else _nothing, world)
+        together(partial(show, job, results) if world.is_main else _nothing, world)
         tree = conclude(job, results, test, world)
     if world.is_main:
-        print(closing(tree), flush=True)
+        print_result(closing(tree))
     return True
 
 
-def show(options: Options, job: Job, results: list[Result]) -> None:
+def show(job: Job, results: list[Result]) -> None:
     """Draw the picture and print the table."""
     rows, measure = summarise(results, job.task.measure), job.task.measure
-    draw(rows, options.task, measure, options.out / PICTURE)
-    print(table(rows, measure), flush=True)
+    draw(rows, job.options.task, measure, job.options.out / PICTURE)
+    print_result(table(rows, measure))
 
 
 def _nothing() -> None:
     return None
-
-
-def _silent(text: str) -> None:
-    """Say nothing: rank 0 reports it."""
 
 
 if __name__ == "__main__":

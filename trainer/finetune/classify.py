@@ -7,7 +7,7 @@ published files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy
+from trainer.console import Tell
 from trainer.errors import TrainerError
 from trainer.finetune.formats import Row, read_rows
 from trainer.finetune.labels import NONE, Counts, count, says_nothing
@@ -69,7 +70,7 @@ class SentenceTask:
     format: Format
     labels: tuple[str, ...]
     hidden_head: bool
-    tell: Callable[[str], None]  # receives reports of what was skipped
+    tell: Tell  # receives reports of what was skipped
     pooled: bool = True
     drops: bool = True
     export_class: str = "BertForSequenceClassification"
@@ -157,7 +158,7 @@ class SentenceTask:
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
-def read_records(path: Path, form: Format, labels: Sequence[str], tell: Callable[[str], None]) -> list[Record]:
+def read_records(path: Path, form: Format, labels: Sequence[str], tell: Tell) -> list[Record]:
     """Read a file's records, which have one of ``labels`` each or, if that is empty, a number.
 
     ``tell`` receives a report of what is skipped. Raises TrainerError, with file and line, for missing columns and

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.changes import Changes, spelled
+from trainer.console import say
 from trainer.engine.engine import StepResult
 from trainer.errors import DivergedError, NotFiniteError
 from trainer.finetune.score import Judged
-from trainer.monitor.journal import JOURNAL, Journal, say
+from trainer.monitor.journal import JOURNAL, Journal
 from trainer.ranks.world import World
 
 LINES = 10  # of progress in a run; all ranks synchronise for each
@@ -77,7 +78,7 @@ class Meter:
         self.targets = self.examples = 0
         self.since = now
         speed = f"{record['examples_per_second']:,.0f} examples/s, {left:,.0f} s left"
-        self._say(f"step {attempts}/{self.steps}, loss {record['loss']:.4f}, {speed}", record)
+        self._report(f"step {attempts}/{self.steps}, loss {record['loss']:.4f}, {speed}", record)
         if self.first_loss is None and learnt > 0:  # steps that overflowed do not count
             self.first_loss = loss
         if self.first_loss is not None and loss > FAR * self.first_loss:
@@ -90,7 +91,7 @@ class Meter:
         """Report and record what changed since the checkpoint that the run resumes from."""
         if changes:
             record = {"event": "changed", "step": step, "settings": changes}
-            self._say(f"changed since that checkpoint: {spelled(changes)}", record)
+            self._report(f"changed since that checkpoint: {spelled(changes)}", record)
 
     def evaluated(self, place: dict[str, Any], judged: Judged, measure: str) -> None:
         """Report the dev metrics, the deciding one first."""
@@ -98,9 +99,9 @@ class Meter:
         figures = ", ".join(f"{name} {judged.figures[name]:.4f}" for name in names[:4])
         odd = " (it gives the same answer for every input)" if judged.constant else ""
         text = f"epoch {place['epoch']:.2f}, dev: {figures}{odd}"
-        self._say(text, {"event": "dev", **place, "figures": judged.figures})
+        self._report(text, {"event": "dev", **place, "figures": judged.figures})
 
-    def _say(self, text: str, record: dict[str, Any]) -> None:
+    def _report(self, text: str, record: dict[str, Any]) -> None:
         if self.world.is_main:
             say(f"{self.name}: {text}")
             self.journal.write([record])

@@ -8,24 +8,26 @@ import shutil
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from data_prep.json_text import shown
 from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.changes import Changes, differing, spelled
 from trainer.checkpoint.leftovers import drafts, move_aside, remove, temporary
-from trainer.checkpoint.reading import CheckpointConfig
-from trainer.checkpoint.saving import Saved, Saver, first_failure
+from trainer.checkpoint.reading import Checkpoint, CheckpointConfig
+from trainer.checkpoint.resume import choose, load, record, require_saved
+from trainer.checkpoint.saving import Saved, Saver
+from trainer.console import say, silent, warn
 from trainer.convert import weights as plain_weights
 from trainer.data.order import Order
 from trainer.engine.engine import Engine, EngineConfig, StepResult
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.partition import fill_masters
 from trainer.engine.schedule import Phase, learning_rate
-from trainer.errors import DivergedError, NotFiniteError, PassingError, TrainerError
+from trainer.errors import DivergedError, NotFiniteError, TrainerError
 from trainer.finetune.data import Part, Table, cut_of, take
 from trainer.finetune.meter import Meter
 from trainer.finetune.options import Options, Setting
@@ -33,9 +35,8 @@ from trainer.finetune.result import RESULT, Result, write_json
 from trainer.finetune.score import answer, judge
 from trainer.finetune.task import Task, TaskModel
 from trainer.model.bert import ModelConfig
-from trainer.monitor.journal import say
 from trainer.ranks.stop import Stop
-from trainer.ranks.world import World, broadcast_text, limit_waits, together
+from trainer.ranks.world import World, limit_waits, together
 
 WEIGHTS = "weights.safetensors"  # of the best evaluation, once the run has ended
 BEST = "best"  # until then: the checkpoint of the best evaluation
@@ -45,7 +46,7 @@ BEST = "best"  # until then: the checkpoint of the best evaluation
 class Job:
     """What all runs of one command share."""
 
-    options: Options
+    options: Options  # resolved: the precision in use, and where the predictions go
     task: Task
     model: ModelConfig
     start: dict[str, Tensor]  # the encoder's weights, unsharded
@@ -78,6 +79,7 @@ class Run:
         options = job.options
         self.job, self.setting, self.seed, self.world, self.stop = job, setting, seed, world, stop
         self.folder = options.out / setting.folder(seed)
+        self.say = say if world.is_main else silent
         alone = len(options.settings) * len(options.seeds) == 1
         self.name = options.task if alone else self.folder.name  # shown in log lines
         self.epoch = len(job.training)
@@ -193,82 +195,58 @@ class Run:
 
     def restore(self) -> State:
         """Load the newest checkpoint and return its state; without one, start afresh."""
-        damaged: dict[str, str] = {}  # name: why
-        told: set[str] = set()
-        while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
-            folder = self.folder / name
-            failure = first_failure(together(partial(checkpoint.disprove, folder, self.world), self.world), self.world)
-            if not failure:
-                state, changed = together(partial(self._load, folder), self.world)
-                self.engine.refresh_weights()
-                self._keep_best(state.best_at)
-                self._say(f"{self.name}: resumed at step {state.step}")
-                self.meter.changed(state.attempts, changed)
-                self.saved = state.attempts
-                return state
-            damaged[name] = failure
-            if self.world.is_main:  # a second name for the same files
-                shutil.rmtree(self.folder / BEST / name, ignore_errors=True)
-        fill_masters(self.engine.partition, self.job.start)
-        self.engine.refresh_weights()
-        return State()
+        found = choose(self.folder, self.world, _state_of, self._require_whole)
+        if found is None:
+            fill_masters(self.engine.partition, self.job.start)
+            self.engine.refresh_weights()
+            return State()
+        together(partial(self._require_same, found), self.world)
+        self._drop_best_after(checkpoint.step_of(found.folder))
+        load(found, self.engine)
+        state = _state_of(found)
+        self._keep_best(state.best_at)
+        self.say(f"{self.name}: resumed at step {state.step}")
+        self.meter.changed(state.attempts, self._changed(found))
+        self.saved = state.attempts
+        return state
 
-    def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
-        """The name of the checkpoint to resume from, empty for a fresh start; rank 0 reports each reason once."""
-        if not self.world.is_main:
-            return ""
-        found, passed = checkpoint.newest(self.folder, damaged)
-        for reason in passed:
-            if reason not in told:
-                self._say(f"skipped: {reason}")
-        told.update(passed)
+    def _require_whole(self, found: Checkpoint | None, passed: list[str]) -> None:
         if found is None and passed:
             raise TrainerError(f"no whole checkpoint in {self.folder}: remove the folder to start this run again")
-        return found.folder.name if found is not None else ""
 
-    def _load(self, folder: Path) -> tuple[State, Changes]:
-        """Load a checkpoint's weights and moments; return its state and what changed since."""
-        found = checkpoint.read(folder)
-        record = found.record
-        if record["identity"] != self._identity():
-            foreign = spelled(differing(record["identity"], self._identity()))
+    def _require_same(self, found: Checkpoint) -> None:
+        if found.record["identity"] != self._identity():
+            foreign = spelled(differing(found.record["identity"], self._identity()))
             raise TrainerError(
-                f"checkpoint {folder} belongs to another run ({foreign}): undo that change, or name another --out"
+                f"checkpoint {found.folder} belongs to another run ({foreign}): undo that change, or name another --out"
             )
-        checkpoint.restore(found, self.engine.optimizer)
-        if record["precision"] == self.engine.precision:
-            scale = record["loss_scale"]
-            self.engine.loss_scale = replace(
-                self.engine.loss_scale, scale=scale["scale"], good_steps=scale["good_steps"]
-            )
-        changed = differing(record["config"], self._config()) | differing(
-            {"precision": record["precision"], "ranks": len(found.parts)},
-            {"precision": self.engine.precision, "ranks": self.world.size},
-        )
-        state = record["state"]
-        best = -math.inf if state["best"] is None else state["best"]
-        return State(**state | {"evaluations": tuple(state["evaluations"]), "best": best}), changed
+
+    def _changed(self, found: Checkpoint) -> Changes:
+        """The settings that changed since the checkpoint."""
+        before = {"precision": found.record["precision"], "ranks": len(found.parts)}
+        now = {"precision": self.engine.precision, "ranks": self.world.size}
+        return differing(found.record["config"], self._config()) | differing(before, now)
+
+    def _drop_best_after(self, step: int) -> None:
+        """Remove a best checkpoint later than ``step``: it has the files of one that was skipped as damaged."""
+        for path in checkpoint.named(self.folder / BEST) if self.world.is_main else ():
+            if checkpoint.step_of(path) > step:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _save(self, state: State) -> None:
-        record = {
-            "state": asdict(state) | {"best": state.best if math.isfinite(state.best) else None},
-            "loss_scale": asdict(self.engine.loss_scale),
-            "precision": self.engine.precision,
-            "optimizer": {"steps": self.engine.optimizer.steps},
-            "identity": self._identity(),
-            "config": self._config(),
-        }
         if self.saved != state.attempts:
             self._saved(self.saver.finish(), state.best_at)
-            self.saver.save(state.attempts, record)
+            plain = asdict(state) | {"best": state.best if math.isfinite(state.best) else None}
+            told = record(self.engine, plain, identity=self._identity(), config=self._config())
+            self.saver.save(state.attempts, told)
             self.saved = state.attempts
 
     def _saved(self, ended: list[Saved], best_at: int) -> None:
         for saved in ended:
             if saved.leftover:
-                self._say(f"warning: left behind: {saved.leftover}")
+                warn(f"left behind: {saved.leftover}", self.say)
             if saved.failure:
-                self._say(f"step {saved.step} could not be saved ({saved.failure}): fix the cause; the run continues")
+                self.say(f"step {saved.step} could not be saved ({saved.failure}): fix the cause; the run continues")
             self._keep_best(best_at)
 
     def _keep_best(self, step: int) -> None:
@@ -284,16 +262,14 @@ class Run:
             draft.replace(kept)
             for path in drafts(self.folder, BEST):
                 if reason := remove(path):
-                    self._say(f"warning: left behind: {reason}")
+                    warn(f"left behind: {reason}", self.say)
 
         together(keep, self.world)
 
     def _finish(self, state: State) -> None:
         """Wait for the last save. Raises TrainerError on all ranks if it failed."""
         self._saved(self.saver.finish(), state.best_at)
-        last = self.saver.last
-        if last is not None and last.failure:
-            raise PassingError(f"step {last.step} could not be saved: {last.failure}" if self.world.is_main else "")
+        require_saved(self.saver)
 
     def _config(self) -> dict[str, Any]:
         """Settings that may change on resume; a change is reported."""
@@ -325,7 +301,7 @@ class Run:
             reason=reason,
         )
         if reason:
-            self._say(f"warning: {self.name}: {how} run: {reason}")
+            warn(f"{self.name}: {how} run: {reason}", self.say)
         together(lambda: self._leave(result) if self.world.is_main else None, self.world)
         return result
 
@@ -344,9 +320,15 @@ class Run:
             shutil.rmtree(path, ignore_errors=True)
         (self.folder / "latest").unlink(missing_ok=True)
 
-    def _say(self, text: str) -> None:
-        if self.world.is_main:
-            say(text)
+
+def _state_of(found: Checkpoint) -> State:
+    """The state in a checkpoint's record. Raises TrainerError if a run cannot resume from that record."""
+    try:
+        state = found.record["state"]
+        best = -math.inf if state["best"] is None else state["best"]
+        return State(**state | {"evaluations": tuple(state["evaluations"]), "best": best})
+    except (LookupError, TypeError) as error:
+        raise TrainerError(f"checkpoint {found.folder} is damaged: its record is malformed ({shown(error)})") from None
 
 
 def _link(source: str, target: str) -> None:

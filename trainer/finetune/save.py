@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint.leftovers import move_aside, remove
+from trainer.console import Tell, warn
 from trainer.convert.folder import (
     TOLERANCE,
     becoming,
@@ -48,7 +48,7 @@ def write_model(
     model: ModelConfig,
     task: Task,
     tokenizer: Tokenizer,
-    tell: Callable[[str], None],
+    tell: Tell,
     card: str = "",
 ) -> None:
     """Write the folder atomically, replacing an older one; ``tell`` receives what was verified.
@@ -77,7 +77,7 @@ def write_model(
             said = f"{out}: transformers has no class for this head: the weights keep Lambert's own names"
         older = move_aside(out)
     if older is not None and (reason := remove(older)):
-        tell(f"warning: left behind: {reason}")
+        warn(f"left behind: {reason}", tell)
     tell(said)
 
 

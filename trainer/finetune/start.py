@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from data_prep.manifest import file_sha256
 from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint.reading import find
 from trainer.checkpoint.vocabulary import RESTORE, load_trained, require_rows
+from trainer.console import Tell
 from trainer.convert.weights import read
 from trainer.errors import TrainerError
 from trainer.finetune.task import Task, TaskModel
@@ -32,7 +32,7 @@ class Pretrained:
     sha256: str
 
 
-def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], None]) -> Pretrained:
+def read_pretrained(path: Path, tokenizer: Path | None, tell: Tell) -> Pretrained:
     """Read the model of a Hugging Face folder, a run's folder, a checkpoint or a file of plain weights.
 
     Unless it is given, its tokenizer is in the same folder, or next to a run's checkpoints. ``tell`` receives what is
@@ -58,7 +58,7 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Callable[[str], No
     return Pretrained(given.tensors, given.model, loaded, _sha256(path, loaded))
 
 
-def choose(given: Pretrained, task: Task, tell: Callable[[str], None]) -> dict[str, Tensor]:
+def choose(given: Pretrained, task: Task, tell: Tell) -> dict[str, Tensor]:
     """The weights that the task's model needs: the whole encoder, and the pooler if the head reads through it.
 
     The head, and a missing pooler, keep the values drawn from the seed. Raises TrainerError if the encoder is

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.changes import differing, spelled
+from trainer.console import say, silent
 from trainer.convert.weights import read
-from trainer.engine.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError
 from trainer.finetune.card import card
 from trainer.finetune.data import Part
@@ -26,7 +26,6 @@ from trainer.finetune.run import WEIGHTS, Job, Run
 from trainer.finetune.save import write_model
 from trainer.finetune.score import Answers, answer, judge
 from trainer.finetune.task import TaskModel
-from trainer.monitor.journal import say
 from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, require_shared, together
 
@@ -38,7 +37,7 @@ def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
     """Do all runs that have not ended yet. None if asked to stop; the current run has then saved."""
     options = job.options
     require_shared(options.out, world)
-    tell = say if world.is_main else _silent
+    tell = say if world.is_main else silent
     results, count = list[Result](), len(options.settings) * len(options.seeds)
     for setting in options.settings:
         own: list[Result] = []
@@ -99,7 +98,7 @@ def conclude(job: Job, results: list[Result], test: Part | None, world: World) -
     weights = together(partial(_weights, folder), world)
     model = TaskModel(job.model, job.task, best.seed)
     model.load_state_dict(weights)
-    precision = resolve_precision(EngineConfig(options.machine.zero_stage, options.machine.precision), world.device)
+    precision = options.machine.precision
     model = model.to(world.device, _DTYPES[precision])
     scores, answered = _score(job, model, test, world)
     tree |= {"chosen": {"seed": best.seed, **best.setting, "how": best.how, "dev": best.figures}, **scores}
@@ -203,7 +202,3 @@ def _device(world: World) -> str:
 
 def _nothing() -> None:
     return None
-
-
-def _silent(text: str) -> None:
-    """Say nothing: rank 0 reports it."""

@@ -9,9 +9,8 @@ BIO, in which each entity begins with B-, and the conversion is reported.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kernels.cross_entropy import cross_entropy
+from trainer.console import Tell, say, silent
 from trainer.errors import TrainerError
 from trainer.finetune.entities import entities, entity_figures
 from trainer.finetune.formats import LINES
@@ -33,7 +33,6 @@ from trainer.finetune.task import TaskBatch, Unit, pack
 OUTSIDE = "O"
 TAG = re.compile(r"O|[BI]-\S+")
 BLANKS = re.compile(r"[ \t]+")  # not all white space: a word may contain other kinds, such as U+00A0
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class TagTask:
     """Predict a label for each word, scored by whole entities."""
 
     labels: tuple[str, ...]  # O first
-    tell: Callable[[str], None] = _log.warning  # receives reports about a file
+    tell: Tell = say  # receives reports about a file
     no_label: tuple[str, ...] = ()  # tags that mean no label
 
     name = "ner"
@@ -63,12 +62,12 @@ class TagTask:
     export_class = "BertForTokenClassification"
 
     @classmethod
-    def of(cls, training: Path, tell: Callable[[str], None] = _log.warning, no_label: tuple[str, ...] = ()) -> TagTask:
+    def of(cls, training: Path, tell: Tell = say, no_label: tuple[str, ...] = ()) -> TagTask:
         """Make the task: its labels are O, and B- and I- of each type in the training file. TrainerError without types.
 
         A small file may lack an I- tag that other files have: no entity of that type has two words in it.
         """
-        sentences = read_sentences(training, lambda _: None, no_label)
+        sentences = read_sentences(training, silent, no_label)
         tags = {tag for sentence in sentences for tag in sentence.tags} - {OUTSIDE, ""}
         if not tags:
             raise TrainerError(f"{training}: no word has a tag other than O; there is nothing to learn from")
@@ -183,9 +182,7 @@ def _windows(pieces: list[list[int]], room: int) -> Iterator[list[int]]:
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
-def read_sentences(
-    path: Path, tell: Callable[[str], None] = _log.warning, no_label: Sequence[str] = ()
-) -> list[Sentence]:
+def read_sentences(path: Path, tell: Tell = say, no_label: Sequence[str] = ()) -> list[Sentence]:
     """Read a file's sentences, tagged in BIO; ``tell`` reports a conversion. TrainerError names file and line.
 
     A tag in ``no_label`` means that the word has no label.
@@ -241,7 +238,7 @@ def _strings(value: Any, what: str) -> list[str]:
     return value
 
 
-def _in_bio(path: Path, sentences: list[Sentence], tell: Callable[[str], None]) -> list[Sentence]:
+def _in_bio(path: Path, sentences: list[Sentence], tell: Tell) -> list[Sentence]:
     """Convert sentences in BIO or IOB1 to BIO, with a B- at the start of each entity."""
     loose, strict = [], []  # lines where an I- begins an entity, and where a B- does, unlike in IOB1
     for sentence in sentences:

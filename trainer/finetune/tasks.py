@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainer.console import Tell
 from trainer.errors import TrainerError
 from trainer.finetune.classify import Columns, Format, SentenceTask, find_labels
 from trainer.finetune.task import Task
@@ -49,9 +50,6 @@ class Files:
     dev: tuple[str, ...] = ("dev.tsv", "dev.jsonl", "dev.csv")
     test: tuple[str, ...] = ("test.tsv", "test.jsonl", "test.csv")
     also: tuple[str, ...] = ()  # also scored at the end: all that exist
-
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data_prep.json_text import parse_json
+from trainer.console import say
 
 Record = dict[str, Any]
 JOURNAL = "metrics.jsonl"  # in the run's folder
@@ -46,12 +46,6 @@ class Journal:
             if not self._losing:
                 say(f"{self.path}: losing lines until it can be written again: {error}")
             self._losing = True
-
-
-def say(text: str) -> None:
-    """Print a line. If the log is on a full disk, the line is lost, but the run continues."""
-    with suppress(OSError):
-        print(f"lambert: {text}", flush=True)
 
 
 def read_lines(path: Path) -> list[Record]:

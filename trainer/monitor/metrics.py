@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
@@ -24,6 +25,7 @@ from trainer.bounds import MOST_STEPS, outside
 from trainer.checkpoint.changes import Changes
 from trainer.checkpoint.saving import Saved
 from trainer.checkpoint.state import TrainState
+from trainer.console import say, warn
 from trainer.data.loader import StepBatch
 from trainer.engine.engine import StepResult
 from trainer.engine.stopwatch import Stopwatch
@@ -31,7 +33,7 @@ from trainer.errors import NotFiniteError, TrainerError
 from trainer.model.bert import ModelConfig, Output
 from trainer.model.flops import model_flops, peak_flops
 from trainer.monitor.exporter import Exporter
-from trainer.monitor.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, past, say
+from trainer.monitor.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, past
 from trainer.monitor.tensorboard import EventFiles
 from trainer.ranks.world import LONGEST, World
 
@@ -219,7 +221,7 @@ class Metrics:
         times = f"in {saved.seconds:.2f} s, training stalled for {saved.stall_seconds:.2f} s"
         self._say(saved.step, f"saved {saved.folder} ({saved.size / 1e6:.1f} MB {times})")
         if saved.leftover:
-            self._say(saved.step, f"warning: left behind: {saved.leftover}")
+            warn(f"left behind: {saved.leftover}", partial(self._say, saved.step))
 
     def end(self, how: str, error: BaseException | str | None = None) -> None:
         """Publish that the run is "done", "stopped" or "failed", and why.

@@ -10,8 +10,9 @@ import io
 from pathlib import Path
 from typing import Any
 
+from trainer.console import say
 from trainer.errors import TrainerError
-from trainer.monitor.journal import Record, say, tokens_per_second
+from trainer.monitor.journal import Record, tokens_per_second
 
 _SESSION_STARTS = 1  # SessionLog.START
 _OPTIMIZER = ("learning_rate", "gradient_norm", "loss_scale", "trust_min", "trust_mean", "trust_max")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,20 +11,20 @@ import torch
 
 from data_prep.manifest import manifest_hash
 from trainer.ranks.world import World
-from trainer.run.config import Config, fingerprint, to_tree
-from trainer.run.phases import PhaseData
+from trainer.run.config import fingerprint, to_tree
+from trainer.run.phases import Plan
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepspeed", "torch", "triton", "numpy", "webdataset")
 
 
-def facts(config: Config, phases: Iterable[PhaseData], world: World) -> dict[str, str]:
+def facts(plan: Plan, world: World) -> dict[str, str]:
     """Return the facts under names that a user knows. Code, configuration and shards are short hashes."""
     found = {"WORLD_SIZE": str(world.size), "device": world.device.type, "python": platform.python_version()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"CUDA": torch.version.cuda or "none"}
-    found |= {"Lambert's code": code(), "the configuration": fingerprint(to_tree(config))}
-    return found | {f"the shards of {data.phase.name}": manifest_hash(data.loader.folder)[:16] for data in phases}
+    found |= {"Lambert's code": code(), "the configuration": fingerprint(to_tree(plan.config))}
+    return found | {f"the shards of {data.phase.name}": manifest_hash(data.loader.folder)[:16] for data in plan.phases}
 
 
 def code() -> str:

@@ -13,11 +13,12 @@ from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
 from trainer.monitor.journal import JOURNAL
 from trainer.run.config import Config
-from trainer.run.phases import PhaseData
+from trainer.run.phases import Plan
 
 
-def identity(config: Config, phases: Sequence[PhaseData]) -> dict[str, Any]:
+def identity(plan: Plan) -> dict[str, Any]:
     """Return the settings that must not change on resume, as stored in checkpoints."""
+    config, phases = plan.config, plan.phases
     shape = asdict(config.model)
     for key in ("dropout", "attention_dropout", "decoder_prior"):  # the prior sets only the start
         del shape[key]

@@ -6,10 +6,10 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from trainer.console import Tell, warn
 from trainer.errors import TrainerError, shortage
 
 PATIENCE = 60.0  # seconds to wait for an earlier attempt to end
@@ -17,7 +17,7 @@ NAME = ".lock"  # in the folder; its text names the process that holds it
 POLL = 0.2  # seconds
 
 
-def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] | None:
+def hold(folder: Path, patience: float, tell: Tell) -> IO[str] | None:
     """Create ``folder`` and lock it until the returned file is closed or this process ends.
 
     If another process holds the lock, waits ``patience`` seconds, since an earlier attempt may be about to end. Raises
@@ -49,7 +49,7 @@ def hold(folder: Path, patience: float, tell: Callable[[str], None]) -> IO[str] 
             time.sleep(POLL)
         except OSError as error:
             file.close()
-            tell(f"warning: {folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it")
+            warn(f"{folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it", tell)
             return None
     file.truncate(0)
     file.write(f"process {os.getpid()} of {socket.gethostname()}\n")

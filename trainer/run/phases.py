@@ -1,8 +1,8 @@
-"""Open the shards of a run's phases for this rank and check them against the configuration."""
+"""Open the shards of a run's phases for this rank, check them against the configuration, and resolve it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_prep.draws import bits
@@ -40,11 +40,19 @@ class PhaseData:
         return batch_at(self.phase, taken + 1, self.loader.ranks)
 
 
-def open_phases(config: Config, world: World) -> list[PhaseData]:
-    """Open every phase's shards and check them against the configuration. Raises TrainerError with all problems,
-    PassingError if a server of shards does not answer.
+@dataclass(frozen=True)
+class Plan:
+    """A run with every phase resolved. Everything after :func:`open_phases` uses this configuration and no other."""
 
-    Needs no process group, so an invalid run ends before the ranks meet.
+    config: Config  # the length of each phase is in steps, and its rates are for its batch
+    phases: tuple[PhaseData, ...]  # the same phases with their shards
+
+
+def open_phases(config: Config, world: World) -> Plan:
+    """Open every phase's shards, check them against the configuration and resolve it.
+
+    Raises TrainerError with all problems, and PassingError if a server of shards does not answer. Needs no process
+    group, so an invalid run ends before the ranks meet.
     """
     problems: list[str] = []
     opened = [_open_phase(index, phase, config, world, problems) for index, phase in enumerate(config.phases)]
@@ -54,7 +62,8 @@ def open_phases(config: Config, world: World) -> list[PhaseData]:
         problems.append("phases: their shards were made with different tokenizers: build all with one")
     if problems:
         raise TrainerError("\n  - ".join([f"the shards do not fit the run: {len(problems)} problem(s)", *problems]))
-    return [data for data in opened if data is not None]
+    phases = tuple(data for data in opened if data is not None)
+    return Plan(replace(config, phases=tuple(data.phase for data in phases)), phases)
 
 
 def _open_phase(index: int, phase: Phase, config: Config, world: World, problems: list[str]) -> PhaseData | None:

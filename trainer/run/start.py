@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 
 from kernels import backend
+from trainer.console import say, warn
 from trainer.engine.engine import resolve_precision
 from trainer.errors import TrainerError, exit_code
-from trainer.monitor.journal import say
 from trainer.ranks.ending import _text, fail
 from trainer.ranks.network import ports
 from trainer.ranks.world import (
@@ -20,12 +20,12 @@ from trainer.ranks.world import (
     settings,
     speaks_first,
 )
-from trainer.run.config import Config, load
+from trainer.run.config import load
 from trainer.run.facts import facts
-from trainer.run.phases import PhaseData, open_phases
+from trainer.run.phases import Plan, open_phases
 
 
-def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[Config, list[PhaseData], World]:
+def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[Plan, World]:
     """Do everything that needs no other rank: read the configuration, find this rank's place, open the shards.
 
     ``ranks``: how many will be started later, if this process runs alone. Ends the process with an error line if
@@ -42,17 +42,17 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
         resolve_precision(config.engine, world.device)
         with backend.using(config.engine.kernels):
             backend.resolve(world.device.type)
-        return config, open_phases(config, world), world
+        return open_phases(config, world), world
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # usually all ranks fail alike: the first one reports it and the launcher ends us
         fail(f"trainer: error: {_text(error)}", exit_code(error))
 
 
-def meet(config: Config, phases: list[PhaseData], world: World) -> None:
+def meet(plan: Plan, world: World) -> None:
     """Join the other ranks; report the environment settings, and warn if they differ between ranks."""
     if world.is_main:
         told = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # join adds its own
         say(f"settings: {told or 'none'}; InfiniBand: {', '.join(ports()) or 'no port is up'}")
-    for difference in join(world, config.run.timeout_seconds, facts(config, phases, world)):
-        say(f"warning: not the same on all ranks: {difference}")
+    for difference in join(world, plan.config.run.timeout_seconds, facts(plan, world)):
+        warn(f"not the same on all ranks: {difference}")

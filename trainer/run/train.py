@@ -2,65 +2,53 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
 
-import yaml
-
-from data_prep.atomic import replacing
-from data_prep.errors import DataError
-from data_prep.manifest import TOKENIZER_FOLDER
-from data_prep.tokenizer import TOKENIZER_FILES, load_proven
-from kernels import backend
-from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.changes import Setup, since, spelled
-from trainer.checkpoint.saving import Saver, first_failure, stuck_saves
+from trainer.checkpoint.resume import choose, load, record, require_saved
+from trainer.checkpoint.saving import Saver, stuck_saves
 from trainer.checkpoint.state import TrainState, state_of
-from trainer.checkpoint.vocabulary import token_counts
-from trainer.convert.weights import start_from
-from trainer.data.loader import Loader
+from trainer.console import say, silent, warn
 from trainer.engine.engine import Engine
 from trainer.engine.schedule import learning_rate, samples_in
 from trainer.engine.stopwatch import Stopwatch
-from trainer.errors import PassingError, TrainerError, exit_code, explain
+from trainer.errors import exit_code, explain
 from trainer.exits import FAILED
-from trainer.model.bert import Bert
-from trainer.monitor.journal import say
-from trainer.monitor.metrics import Metrics, Subject, device_facts
-from trainer.ranks.network import falls_to_tcp, spoken
+from trainer.monitor.metrics import Metrics, Subject
 from trainer.ranks.stop import Stop
-from trainer.ranks.world import World, broadcast_text, gather_texts, limit_waits, nccl_said, require_shared, together
-from trainer.run.config import Config, fingerprint, to_tree
+from trainer.ranks.world import World, limit_waits, require_shared, together
+from trainer.run.config import to_tree
+from trainer.run.description import describe, devices
 from trainer.run.evaluation import evaluate
-from trainer.run.identity import identity, require_allowed, require_own_folder, require_same_run
-from trainer.run.lock import PATIENCE, hold
-from trainer.run.phases import PhaseData
-
-ENDED = "ended.json"  # in the run's folder; "how" is "done", "reached" (evaluation.stop_at) or "stopped"
+from trainer.run.folder import forget_end, leave_configuration, leave_end, take
+from trainer.run.fresh import build_model, start
+from trainer.run.identity import identity, require_allowed, require_same_run
+from trainer.run.phases import PhaseData, Plan
 
 
 class Run:
     """The parts of one run on one rank, and what they do at a step boundary when they are due."""
 
-    def __init__(self, config: Config, phases: list[PhaseData], world: World) -> None:
-        config = replace(config, phases=tuple(data.phase for data in phases))  # resolved: lengths in steps
-        self.config, self.phases, self.world = config, phases, world
+    def __init__(self, plan: Plan, world: World) -> None:
+        config = plan.config
+        self.plan, self.config, self.phases, self.world = plan, config, plan.phases, world
         self.folder = Path(config.run.folder)
+        self.say = say if world.is_main else silent
         self.stop = Stop(world, config.metrics.log_every_steps)
         watch = Stopwatch(world.device)
-        self.lock = together(self._hold, world)
+        self.lock = together(lambda: take(config, self.say) if world.is_main else None, world)
         require_shared(self.folder, world)
-        self.identity = together(partial(identity, config, self.phases), world)  # once: a save reads no other files
-        self.found = self._choose()  # before changing anything in the folder: it may be another run's
+        self.identity = together(partial(identity, plan), world)  # once: a save reads no other files
+        # before changing anything in the folder: it may be another run's
+        self.found = choose(self.folder, world, state_of, partial(require_allowed, config))
+        together(self._require_same, world)
         self.metrics = together(partial(self._open_folder, watch), world)
         try:
-            seed = config.run.seed
-            module = together(self._model, world)
-            self.engine = Engine(config.engine, module, config.optimizer, world, seed, watch)
+            module = together(partial(build_model, plan), world)
+            self.engine = Engine(config.engine, module, config.optimizer, world, config.run.seed, watch)
         except BaseException as error:
             self.fail(error)
             raise
@@ -78,27 +66,11 @@ class Run:
         """Whether the run ends at this step boundary. The same on all ranks."""
         return self.stop.decided or bool(self.reached)
 
-    def _model(self) -> Bert:
-        """Build the model of a fresh run. A checkpoint or ``run.weights`` replaces its weights later."""
-        first = self.phases[0].loader
-        module = Bert(self.config.model, self.config.run.seed, _fillers(first))
-        if self.config.model.decoder_prior == "unigram":
-            module.set_decoder_prior(token_counts(first.folder, first.manifest))
-        return module
-
-    def _hold(self) -> IO[str] | None:
-        """Lock the folder; called on rank 0. Raises TrainerError if it belongs to another run or is locked."""
-        patience = min(PATIENCE, self.config.run.timeout_seconds / 2)  # the other ranks wait in a collective
-        if not self.world.is_main:
-            return None
-        require_own_folder(self.folder)
-        return hold(self.folder, patience, self._say)
-
     def _open_folder(self, watch: Stopwatch) -> Metrics:
         heldout = [data.heldout for data in self.phases if data.heldout is not None]
         self.config.evaluation.stop_at.require(any(each.manifest.settings.pairs != "single" for each in heldout))
         if self.world.is_main:
-            (self.folder / ENDED).unlink(missing_ok=True)  # from an earlier attempt
+            forget_end(self.folder)
         subject = Subject(
             self.config.run.name,
             self.folder,
@@ -112,77 +84,36 @@ class Run:
 
     def _warn_of_leftovers(self) -> None:
         for path, reason in stuck_saves(self.folder).items() if self.world.is_main else ():
-            self._say(f"warning: no save will be able to remove {reason}")
+            warn(f"no save will be able to remove {reason}")
             self.saver.warned.add(path)
 
     def restore(self) -> TrainState:
         """Load the newest checkpoint, or start fresh; report which, and return the state."""
         if self.found is None:
-            together(self._start, self.world)
+            together(partial(start, self.plan, self.engine.optimizer, self.say), self.world)
             self.engine.refresh_weights()
             return TrainState()
-        found = together(partial(self._load, self.found), self.world)
-        self.engine.refresh_weights()
+        found = self.found
+        load(found, self.engine)
         state = state_of(found)
         self.saved, self.figures = state.step, found.record.get("heldout", {})
         self.reached = self.config.evaluation.stop_at.reached(self.figures)
-        self._say(f"resumed from {found.folder} at step {state.step}")
-        ours = Setup(to_tree(self.config), identity(self.config, self.phases), self.engine.precision, self.world.size)
+        self.say(f"resumed from {found.folder} at step {state.step}")
+        ours = Setup(to_tree(self.config), self.identity, self.engine.precision, self.world.size)
         if changed := since(Setup.of(found), ours, state):
-            self._say(f"changed since that checkpoint: {spelled(changed)}")
+            self.say(f"changed since that checkpoint: {spelled(changed)}")
             self.metrics.changed(state.step, changed)
         return replace(state, restarts=state.restarts + 1)
 
-    def _choose(self) -> Path | None:
-        """Return the newest checkpoint whose parts are all intact, or None for a fresh start. The same on all ranks.
+    def describe(self, state: TrainState) -> None:
+        """Report once what actually runs; leave the resolved configuration and the tokenizer in the run's folder."""
+        together(lambda: leave_configuration(self.plan) if self.world.is_main else None, self.world)
+        facts, ranks = describe(self.config, self.engine, self.world, self.say), devices(self.world)
+        together(lambda: self.metrics.describe(state, facts, ranks), self.world)
 
-        Rank 0 chooses, and the ranks share the work of checking. A damaged checkpoint is named and skipped.
-        """
-        damaged: dict[str, str] = {}  # name: why
-        told: set[str] = set()
-        while name := broadcast_text(together(partial(self._newest, damaged, told), self.world), self.world):
-            folder = self.folder / name
-            prove = partial(checkpoint.disprove, folder, self.world, state_of)
-            failure = first_failure(together(prove, self.world), self.world)
-            if not failure:
-                together(partial(self._require_same, folder), self.world)
-                return folder
-            damaged[name] = failure
-        return None
-
-    def _require_same(self, folder: Path) -> None:
-        require_same_run(checkpoint.read(folder).record, self.identity, self.config.phases, folder)
-
-    def _newest(self, damaged: dict[str, str], told: set[str]) -> str:
-        """Name the checkpoint to continue from, empty for a fresh start. Rank 0 reports each skipped one once."""
-        if not self.world.is_main:
-            return ""
-        found, passed = checkpoint.newest(self.folder, damaged)
-        for reason in passed:
-            if reason not in told:
-                self._say(f"skipped: {reason}")
-        told.update(passed)
-        require_allowed(self.config, found, passed)
-        return "" if found is None else found.folder.name
-
-    def _load(self, folder: Path) -> checkpoint.Checkpoint:
-        found = checkpoint.read(folder)
-        record = found.record
-        checkpoint.restore(found, self.engine.optimizer)
-        if record["precision"] == self.engine.precision:  # a loss scale is meaningless in another precision
-            scale, good_steps = record["loss_scale"]["scale"], record["loss_scale"]["good_steps"]
-            self.engine.loss_scale = replace(self.engine.loss_scale, scale=scale, good_steps=good_steps)
-        return found
-
-    def _start(self) -> None:
-        """Start fresh: from ``run.weights`` if set, else from random weights."""
-        given = self.config.run.weights
-        source = f"the seed {self.config.run.seed}"
-        if given is not None:
-            tokenizer = self.phases[0].loader.folder / TOKENIZER_FOLDER
-            start_from(Path(given), self.config.model, self.engine.optimizer, self._say, tokenizer)
-            source = given
-        self._say(f"no checkpoint in {self.folder}: a fresh start from {source}")
+    def _require_same(self) -> None:
+        if self.found is not None:
+            require_same_run(self.found.record, self.identity, self.config.phases, self.found.folder)
 
     def save(self, state: TrainState, due: bool = False) -> None:
         """Save a checkpoint every so many steps, or when ``due``; report how earlier saves ended."""
@@ -191,23 +122,13 @@ class Run:
         if state.step != self.saved and (due or turn):
             self.saved = state.step
             self.metrics.flush()
-            ended = self.saver.save(state.step, self._record(state))
+            more = {"heldout": self.figures, "identity": self.identity, "config": to_tree(self.config)}
+            ended = self.saver.save(state.step, record(self.engine, asdict(state), **more))
             self.metrics.spend("checkpoint")
         elif state.attempts % self.config.metrics.log_every_steps == 0:
             ended = self.saver.look()
         for saved in ended:
             self.metrics.checkpoint(saved)
-
-    def _record(self, state: TrainState) -> dict[str, Any]:
-        return {
-            "state": asdict(state),
-            "loss_scale": asdict(self.engine.loss_scale),
-            "precision": self.engine.precision,
-            "optimizer": {"steps": self.engine.optimizer.steps},
-            "heldout": self.figures,
-            "identity": self.identity,
-            "config": to_tree(self.config),
-        }
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
         """Evaluate on the phase's held-out shards every so many steps, or when ``due``.
@@ -226,7 +147,7 @@ class Run:
             self.metrics.heldout(state, figures)
             self.owes, self.figures, self.reached = False, figures, self.config.evaluation.stop_at.reached(figures)
             if self.reached:
-                self._say(f"target reached: {self.reached}")
+                self.say(f"target reached: {self.reached}")
 
     def catch_up(self, state: TrainState) -> None:
         """Evaluate the step that the run resumes from, if a stop prevented its evaluation."""
@@ -246,13 +167,9 @@ class Run:
         self.metrics.flush()
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
-        last = self.saver.last
-        if last is not None and last.failure:
-            said = f"the last checkpoint, of step {last.step}, could not be saved ({last.failure}): fix that"
-            raise PassingError(f"{said}; the same command resumes from the previous one" if self.world.is_main else "")
+        require_saved(self.saver)
         how = "reached" if self.reached else "done" if state.phase == len(self.phases) else "stopped"
-        text = json.dumps({"how": how, "step": state.step}) + "\n"
-        together(lambda: (self.folder / ENDED).write_text(text, "utf-8") if self.world.is_main else 0, self.world)
+        together(lambda: leave_end(self.folder, how, state.step) if self.world.is_main else None, self.world)
         self.metrics.spend("checkpoint")
         self.metrics.end("done" if self.reached else how, f"reached {self.reached}" if self.reached else None)
 
@@ -264,7 +181,7 @@ class Run:
         state = self.border
         if exit_code(error) != FAILED or self.world.size > 1 or state is None or state.step in (0, self.saved):
             return
-        self._say(f"{explain(error)}: saving step {state.step} before ending")
+        self.say(f"{explain(error)}: saving step {state.step} before ending")
         self.save(state, due=True)
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
@@ -274,17 +191,13 @@ class Run:
         self.stop.decided = True  # from here on each rank ends on its own
         self.metrics.end("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
 
-    def _say(self, text: str) -> None:
-        if self.world.is_main:
-            say(text)
 
-
-def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
+def train(plan: Plan, world: World) -> TrainState:
     """Train from the newest checkpoint until the last phase is done or the target is reached.
 
     Returns the last state; its phase is past the last one unless the run was stopped.
     """
-    run = Run(config, phases, world)
+    run = Run(plan, world)
     try:
         return _train(run)
     except BaseException as error:
@@ -300,7 +213,7 @@ def train(config: Config, phases: list[PhaseData], world: World) -> TrainState:
 
 def _train(run: Run) -> TrainState:
     state = run.border = run.restore()
-    _describe(run, state)
+    run.describe(state)
     run.catch_up(state)
     state = run.entering(state)
     while state.phase < len(run.phases) and not run.over:
@@ -326,48 +239,3 @@ def _train(run: Run) -> TrainState:
         state = run.entering(state)
     run.end(state)
     return replace(state, phase=len(run.phases)) if run.reached else state
-
-
-def _fillers(loader: Loader) -> int:
-    """Count the padding entries at the end of the shards' vocabulary. Raises TrainerError if the tokenizer differs."""
-    try:
-        return load_proven(loader.folder / TOKENIZER_FOLDER, loader.manifest.tokenizer.sha256).fillers
-    except DataError as error:
-        raise TrainerError(str(error)) from None
-
-
-def _leave_configuration(folder: Path, config: Config, data: PhaseData) -> None:
-    with replacing(folder / "config.yaml") as file:
-        file.write(yaml.safe_dump(to_tree(config), sort_keys=False).encode())
-    given, own = data.loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER
-    own.mkdir(exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if (given / name).exists():
-            with replacing(own / name) as file:
-                file.write((given / name).read_bytes())
-
-
-def _describe(run: Run, state: TrainState) -> None:
-    """Report once what actually runs; write the resolved configuration and the tokenizer to the run's folder."""
-    config, chosen = run.config, backend.resolve(run.world.device.type)
-    together(lambda: _leave_configuration(run.folder, config, run.phases[0]) if run.world.is_main else None, run.world)
-    heard = nccl_said()
-    if warning := falls_to_tcp(heard):
-        run._say(f"warning: {warning}")
-    run._say(f"kernels: {chosen.name} ({chosen.reason})")
-    facts = {
-        "run": config.run.name,
-        "config": fingerprint(to_tree(config)),
-        "ranks": str(run.world.size),
-        "device": run.world.device.type,
-        "network": " over ".join(filter(None, ("gloo" if run.world.device.type == "cpu" else "nccl", spoken(heard)))),
-        "zero_stage": str(config.engine.zero_stage),
-        "optimizer": config.optimizer.name,
-        "offload": "optimizer" if config.engine.offload_optimizer else "none",
-        "kernels": chosen.name,
-        "apex": chosen.apex,
-        "parameters": str(run.engine.parameters),
-        **run.engine.versions,
-    }
-    devices = [json.loads(text) for text in gather_texts(json.dumps(device_facts(run.world.device)), run.world)]
-    together(lambda: run.metrics.describe(state, facts, devices), run.world)
