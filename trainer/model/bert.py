@@ -221,7 +221,7 @@ class Encoder(nn.Module):
         tables = self.token_table, self.segment_table, self.position_table
         norm = self.embedding_norm_weight, self.embedding_norm_bias, model.layer_norm_eps
         if model.layer_norm == "before":
-            z = embed_sum(*indices, *tables)  # (T, D)
+            z = embed_sum(indices, tables)  # (T, D)
             x, residual = dropout_add_layer_norm(z, None, *norm, dropout_p=model.dropout, keys=keys, return_sum=True)
         else:
             x = residual = embed(*indices, *tables, *norm, dropout_p=model.dropout, keys=keys)  # (T, D)
