@@ -2,7 +2,7 @@
 
     sum[t] = token_table[tokens[t]] + segment_table[segments[t]] + position_table[positions[t]]
     out = dropout(LayerNorm(sum))      (Devlin et al., "BERT", 2019, figure 2)
-A pre-LN encoder takes the sum alone: it drops and normalizes in this order, as ``kernels.layer_norm`` does.
+A pre-LN encoder takes the sum alone, and applies dropout and then LayerNorm by ``kernels.layer_norm``.
 
 For backward, the kernels keep the indices, and each row's mean and 1 / standard deviation in fp32. They compute the sum
 and the dropout mask again. The reference keeps the indices, the sum, its mean and 1 / standard deviation per row, and
@@ -326,7 +326,7 @@ class _Embed(torch.autograd.Function):
 class _EmbedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Tensor) -> Tensor:
-        """Run the kernel. ``arguments`` are those of ``embed_sum``, in the same order."""
+        """Run the kernel. ``arguments`` are the indices and tables of ``embed_sum``, in the same order."""
         tensors = tuple(t.contiguous() for t in arguments)
         indices, tables = tensors[:3], tensors[3:]
         ctx.save_for_backward(*indices)
@@ -339,15 +339,15 @@ class _EmbedSum(torch.autograd.Function):
         return None, None, None, *table_gradients(d_sum.contiguous(), ctx.saved_tensors, ctx.rows)
 
 
-def embed_sum(*arguments: Tensor) -> Tensor:
-    """Return the sum of the table rows (T, D), in the dtype of the tables.
+def embed_sum(indices: _Tensors, tables: _Tensors) -> Tensor:
+    """Return the sum of three table rows per token, (T, D), in the dtype of the tables.
 
-    ``arguments`` are the first six of ``embed``, which says what is raised.
+    ``indices`` are tokens, segments and positions, (T,) int64 each, and ``tables`` their tables, (rows, D) each. Raises
+    what ``embed`` raises.
     """
-    indices, tables = arguments[:3], arguments[3:]
     _check(indices, tables)
     if fused(tables[0]):
-        out: Tensor = _EmbedSum.apply(*arguments)
+        out: Tensor = _EmbedSum.apply(*indices, *tables)
         return out
     return _sum_reference(indices, tables).to(tables[0].dtype)
 

@@ -6,16 +6,17 @@
 
 All tensors are (T, D), except ``weight``, ``bias`` and ``x_bias``, which are (D,). The sum z and the statistics are
 fp32. The result is returned twice, once for the next projection and once as the next residual, so that backward can
-add their two gradients as it reads them. A pre-LN encoder, whose residual is not normalized, takes z as the second
-result; its gradient is added to the one that LayerNorm gives z.
+add their two gradients as it reads them.
 
 For backward, the kernels keep x, residual, and each row's mean and 1 / standard deviation in fp32. They compute z and
 the dropout mask again. That moves as many bytes as keeping z (3 tensors forward, 5 backward, and one more for a second
-gradient), and no result is computed from a rounded z. For the gradients of weight, bias and x_bias, each program writes
-fp32 partial sums, and a second kernel adds them in a fixed order. So every result errs by the rounding of its own
-dtype, and at most twice as much as PyTorch's. The projection's bias is added here and not by the matrix product,
-because backward has the terms of its gradient at hand. The reference keeps z, its mean and 1 / standard deviation per
-row, and the dropout multiplier.
+gradient), and z is never rounded. For the gradients of weight, bias and x_bias, each program writes fp32 partial sums,
+and a second kernel adds them in a fixed order. So every result errs by the rounding of its own dtype, and at most twice
+as much as PyTorch's. The projection's bias is added here and not by the matrix product, because backward has the terms
+of its gradient at hand. The reference keeps z, its mean and 1 / standard deviation per row, and the dropout multiplier.
+
+A pre-LN encoder, whose residual is not normalized, takes z as the second result. Then z is rounded to its dtype, like
+any result, before it is normalized, and the kernels keep it instead of x and residual.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def dropout_add_layer_norm_reference(
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = dropout.apply(z if x_bias is None else z + x_bias, keys, site, dropout_p)
     z = z if residual is None else residual + z
+    z = z.to(x.dtype) if return_sum else z
     out = layer_norm_reference(z, weight, bias, eps)
-    return out, z.to(x.dtype) if return_sum else out
+    return out, z if return_sum else out
 
 
 @triton.jit
@@ -112,19 +114,21 @@ def _layer_norm_summed(
     site,
     cut,
     gain,
+    SUMMED: tl.constexpr,  # whether x is the sum already
     WIDTH: tl.constexpr,  # D
     BLOCK: tl.constexpr,
 ):
     """Return residual + dropout(x + x_bias), (M, BLOCK) fp32, and the mask of what dropout keeps."""
     z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     stays = mask  # not read without keys
-    if x_bias is not None:
+    if x_bias is not None and not SUMMED:
         columns = tl.arange(0, BLOCK)[None, :]
         z += tl.load(x_bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     if keys is not None:
         first, second = dropout.row_keys(keys, rows, there, site)
         stays = dropout.kept(first, second, 0, cut, BLOCK)
-        z = tl.where(stays, z * gain, 0.0)
+        if not SUMMED:
+            z = tl.where(stays, z * gain, 0.0)
     return _plus(z, residual, at, mask), stays
 
 
@@ -156,11 +160,13 @@ def _layer_norm_forward_kernel(
     there = rows < tokens
     at = rows.to(tl.int64)[:, None] * WIDTH + columns
     mask = there[:, None] & inside
-    z, _ = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, WIDTH, BLOCK)
+    z, _ = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, False, WIDTH, BLOCK)
+    if sums is not None:
+        rounded = z.to(sums.dtype.element_ty)
+        tl.store(sums + at, rounded, mask=mask)
+        z = rounded.to(tl.float32)
     unit, mean, rstd = normalised(z, inside, eps, WIDTH)
     tl.store(out + at, (unit * w + b).to(out.dtype.element_ty), mask=mask)
-    if sums is not None:
-        tl.store(sums + at, z.to(sums.dtype.element_ty), mask=mask)
     tl.store(statistics + rows, mean, mask=there)
     tl.store(statistics + tokens + rows, rstd, mask=there)
 
@@ -170,9 +176,9 @@ def _layer_norm_backward_kernel(
     d_out,  # (T, D)
     d_again,  # (T, D): a second gradient of the result; None if there is only one
     d_sum,  # (T, D): a gradient of z; None if there is none
-    x,  # (T, D)
+    x,  # (T, D); z if SUMMED
     x_bias,  # (D,) or None
-    residual,  # (T, D) or None
+    residual,  # (T, D) or None; None if SUMMED
     weight,  # (D,)
     keys,  # (T, 2) int32; None for no dropout
     statistics,  # (2, T) fp32: means, and 1 / standard deviations
@@ -183,6 +189,7 @@ def _layer_norm_backward_kernel(
     site,
     cut,
     gain,
+    SUMMED: tl.constexpr,  # whether forward stored z
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # rows at a time
@@ -198,7 +205,9 @@ def _layer_norm_backward_kernel(
         there = rows < tokens
         at = rows.to(tl.int64)[:, None] * WIDTH + columns
         mask = there[:, None] & inside
-        z, stays = _layer_norm_summed(x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, WIDTH, BLOCK)
+        z, stays = _layer_norm_summed(
+            x, x_bias, residual, keys, rows, there, at, mask, site, cut, gain, SUMMED, WIDTH, BLOCK
+        )
         do = tl.load(d_out + at, mask=mask, other=0.0).to(tl.float32)  # (ROWS, BLOCK)
         do = _plus(do, d_again, at, mask)
         mean = tl.load(statistics + rows, mask=there, other=0.0)
@@ -264,27 +273,28 @@ def _forward(
 
 
 def _backward(
-    d_outs: Sequence[Tensor | None], saved: tuple[Any, ...], mask: Mask, needed: tuple[bool, ...]
+    d_outs: Sequence[Tensor | None], saved: tuple[Any, ...], mask: Mask, summed: bool, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the ``Parts``, in order. ``needed`` says which are needed; the others may be None.
 
-    ``d_outs``: the kernel's d_out, d_again and d_sum.
+    ``d_outs``: the kernel's d_out, d_again and d_sum. ``summed``: whether x, among the ``saved``, is z.
     """
     x, x_bias, residual, weight, keys, statistics = saved
     tokens, width = x.shape
     if not x.numel():
-        return tuple(None if t is None else torch.zeros_like(t) for t in (x, x_bias, residual, weight, weight))
+        parts = x, x_bias, x, weight, weight
+        return tuple(torch.zeros_like(t) if wanted else None for t, wanted in zip(parts, needed, strict=False))
     launch = Launch.of(width)
     programs = launch.programs(tokens, x.device)
     d_x = torch.empty_like(x) if needed[0] else None
     one = keys is None and d_x is not None  # without dropout, x and residual have the same gradient
     d_residual = torch.empty_like(x) if needed[2] and not one else None  # never needed if residual is None
     groups = 2 if x_bias is None else 3
-    summed = needed[1] or needed[3] or needed[4]
-    partials = x.new_empty(groups, programs, width, dtype=torch.float32) if summed else None
+    reduced = needed[1] or needed[3] or needed[4]
+    partials = x.new_empty(groups, programs, width, dtype=torch.float32) if reduced else None
     _layer_norm_backward_kernel[(programs,)](
         *d_outs, x, x_bias, residual, weight, keys, statistics, d_x, d_residual, partials, tokens, *mask,
-        WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
+        SUMMED=summed, WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, num_warps=launch.warps,
     )  # fmt: skip
     sums = () if partials is None else add_partials(partials, x.dtype).unbind()
     d_weight, d_bias, d_x_bias = (*sums, None, None, None)[:3]
@@ -300,9 +310,11 @@ class _LayerNorm(torch.autograd.Function):
         keys = None if keys is None or dropout_p == 0 else keys.contiguous()
         ctx.mask = site, *dropout.kernel_constants(keys, dropout_p)
         out, sums, statistics = _forward(parts, eps, keys, ctx.mask, return_sum)
-        ctx.save_for_backward(*parts[:4], keys, statistics)
+        x, x_bias, residual, weight, _ = parts
+        kept = (x, residual) if sums is None else (sums, None)
+        ctx.save_for_backward(kept[0], x_bias, kept[1], weight, keys, statistics)
         ctx.set_materialize_grads(False)
-        ctx.returned_sum = return_sum
+        ctx.summed = return_sum
         return out, out.view_as(out) if sums is None else sums  # a view, so that autograd rejects in-place changes
 
     @staticmethod
@@ -311,13 +323,13 @@ class _LayerNorm(torch.autograd.Function):
         there = [d.contiguous() for d in d_outs if d is not None]  # an unused result has no gradient
         if not there:
             return (None,) * 10
-        if not ctx.returned_sum:
+        if not ctx.summed:
             towards = (*there, None, None)[:3]
         elif d_outs[0] is None:
             towards = torch.zeros_like(there[0]), None, there[0]
         else:
             towards = there[0], None, (*there, None)[1]
-        grads = _backward(towards, ctx.saved_tensors, ctx.mask, ctx.needs_input_grad)
+        grads = _backward(towards, ctx.saved_tensors, ctx.mask, ctx.summed, ctx.needs_input_grad)
         return *grads, None, None, None, None, None
 
 

@@ -87,7 +87,7 @@ def run_rows() -> None:
     tables = draw(100, 1024), draw(2, 1024), draw(512, 1024)
     out = embed(index, index, index, *tables, weight, bias, 1e-12, dropout_p=0.1, keys=keys, site=1)
     torch.autograd.backward(out.float().sum())
-    torch.autograd.backward(embed_sum(index, index, index, *tables).float().sum())
+    torch.autograd.backward(embed_sum((index, index, index), tables).float().sum())
     loss, _ = cross_entropy(draw(8, 30528), index, 30522)
     torch.autograd.backward(loss)
 

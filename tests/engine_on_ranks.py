@@ -40,6 +40,7 @@ DEFAULTS = {
     "batch": "16",
     "scale": "65536",
     "growth": "1000",
+    "layer_norm": "after",
 }
 
 
@@ -106,7 +107,8 @@ def main() -> None:
         loss_scale_growth_interval=int(options["growth"]),
     )
     watch = Stopwatch(world.device)
-    engine = Engine(config, Bert(MODEL, 3), OptimizerConfig(name=options["optimizer"]), world, 3, watch)  # type: ignore[arg-type]
+    model = replace(MODEL, layer_norm=options["layer_norm"])  # type: ignore[arg-type]
+    engine = Engine(config, Bert(model, 3), OptimizerConfig(name=options["optimizer"]), world, 3, watch)  # type: ignore[arg-type]
     scales = [float(scale) for scale in options["scales"].split(",")] if "scales" in options else []
     poisoned = (
         [tuple(map(int, part.split(":"))) for part in options["poison"].split(",")] if "poison" in options else []

@@ -113,11 +113,14 @@ def test_a_stop_saves_and_the_same_command_goes_on(inputs: Inputs, whole: dict[i
     assert all(torch.equal(tensor, weights(whole[2])[name]) for name, tensor in weights(out).items())
 
 
-def test_its_steps_are_those_of_transformers_and_pytorchs_adamw(inputs: Inputs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer_norm", ["after", "before"])
+def test_its_steps_are_those_of_transformers_and_pytorchs_adamw(
+    layer_norm: Any, inputs: Inputs, tmp_path: Path
+) -> None:
     """The same losses without dropout, in the same order, at the same rates, with clipping: eleven steps of 16."""
-    from transformers import BertForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    bare = replace(TINY, dropout=0.0, attention_dropout=0.0)
+    bare = replace(TINY, dropout=0.0, attention_dropout=0.0, layer_norm=layer_norm)
     plain = replace(inputs, model=bert_folder(tmp_path, bare))
     more = ("--rates", "2e-3", "--epochs", "2", "--clip", "1")
     finetune(plain, tmp_path / "out", *more, aim=f"{signal.SIGKILL}:12")  # the rest is not needed here
@@ -129,7 +132,7 @@ def test_its_steps_are_those_of_transformers_and_pytorchs_adamw(inputs: Inputs, 
     start = TaskModel(bare, task, seed=1)
     start.load_state_dict(choose(given, task, lambda text: None), strict=False)
     write_model(tmp_path / "start", start.state_dict(), bare, task, given.tokenizer, lambda text: None)
-    theirs = BertForSequenceClassification.from_pretrained(tmp_path / "start", local_files_only=True).train()
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "start", local_files_only=True).train()
     groups = {True: list[torch.nn.Parameter](), False: list[torch.nn.Parameter]()}
     for tensor in theirs.parameters():
         groups[tensor.ndim > 1].append(tensor)

@@ -21,6 +21,7 @@ from unnoticed import unnoticed
 from data_prep.tokenizer import SPECIALS, load_tokenizer
 from kernels import dropout
 from trainer.convert import weights as plain_weights
+from trainer.convert.hugging_face import class_name
 from trainer.data.order import Order
 from trainer.errors import TrainerError
 from trainer.finetune import save
@@ -282,25 +283,27 @@ def test_numbers_have_a_highest_value(tmp_path: Path) -> None:
 # ---- what it exports -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layer_norm", ["after", "before"])
 @pytest.mark.parametrize("task", KINDS, ids=lambda task: f"{task.export_class}-{task.outputs}")
-def test_an_exported_model_is_the_trained_one(task: Toy, tmp_path: Path) -> None:
-    own, told = TaskModel(TINY, task, 3).state_dict(), list[str]()
+def test_an_exported_model_is_the_trained_one(task: Toy, layer_norm: Any, tmp_path: Path) -> None:
+    model = replace(TINY, layer_norm=layer_norm)
+    own, told = TaskModel(model, task, 3).state_dict(), list[str]()
     generator = torch.Generator().manual_seed(1)
     own = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in own.items()}
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
-    save.write_model(tmp_path / "model", own, TINY, task, tokenizer, told.append)  # proven inside
+    save.write_model(tmp_path / "model", own, model, task, tokenizer, told.append)  # proven inside
     assert "whose answers in transformers differ from ours by at most" in told[0]
     found = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert found["architectures"] == [task.export_class]
+    assert found["architectures"] == [class_name(task.export_class, model)]
     if task.labels:
         assert found["id2label"] == {str(number): label for number, label in enumerate(task.labels)}
     if task.export_class == "BertForSequenceClassification":
         assert found["problem_type"] == ("single_label_classification" if task.labels else "regression")
     other = own | {"head_bias": own["head_bias"] + 0.01}
     with pytest.raises(TrainerError, match="transformers' answers differ by"):
-        save.prove(tmp_path / "model", other, TINY, task, tokenizer)
+        save.prove(tmp_path / "model", other, model, task, tokenizer)
     for name in ("config.json", "tokenizer_config.json"):
-        left = unnoticed(tmp_path / "model" / name, lambda: save.prove(tmp_path / "model", own, TINY, task, tokenizer))
+        left = unnoticed(tmp_path / "model" / name, lambda: save.prove(tmp_path / "model", own, model, task, tokenizer))
         assert left == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ def test_rows_are_added_normalised_and_dropped_in_this_order() -> None:
     tokens, segments, positions, weight, bias = draw()
     added = torch.stack([tokens[a] + segments[b] + positions[c] for a, b, c in zip(*INDICES, strict=True)])
     expected = layer_norm(added, weight, bias, EPS)
-    torch.testing.assert_close(embed_sum(*INDICES, tokens, segments, positions), added)
+    torch.testing.assert_close(embed_sum(INDICES, (tokens, segments, positions)), added)
     torch.testing.assert_close(embedded(draw()), expected)
     torch.testing.assert_close(embedded(draw(), p=0.5), dropout.apply(expected, KEYS, 0, 0.5))
 
@@ -51,7 +50,7 @@ def test_gradients_are_those_of_the_function() -> None:
         return embedded(tensors, p=0.3)
 
     assert torch.autograd.gradcheck(function, draw())
-    assert torch.autograd.gradcheck(partial(embed_sum, *INDICES), draw()[:3])
+    assert torch.autograd.gradcheck(lambda *tables: embed_sum(INDICES, tables), draw()[:3])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -63,7 +62,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(9, 5\)"):
         embedded([token_table[:, :5], *draw()[1:]])
     with pytest.raises(ValueError, match=r"\(9, 5\)"):
-        embed_sum(*INDICES, token_table[:, :5], segment_table, position_table)
+        embed_sum(INDICES, (token_table[:, :5], segment_table, position_table))
     with pytest.raises(ValueError, match=r"dropout keys .* must be int32 \(4, 2\)"):
         embed(tokens, segments, positions, *tables, weight, bias, EPS, dropout_p=0.1, keys=KEYS[:3])
     with pytest.raises(IndexError):
@@ -114,7 +113,7 @@ def with_gradients(
             out = out * dropout.multiplier(keys, 5, out.shape[1], p, out.dtype)
     elif not leaves[3:]:
         with backend.using(kernels):
-            out = embed_sum(*indices, *leaves)
+            out = embed_sum(indices, tuple(leaves))
     else:
         with backend.using(kernels):
             a, b, c, weight, bias = leaves

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import BertModel
+from transformers import AutoModel, BertModel
 
 from data_prep.tokenizer import load_tokenizer
 from data_prep.vocab import train_tokenizer
@@ -43,10 +43,19 @@ LONGEST = 12
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small BERT of five layers in Hugging Face's format."""
-    home = tmp_path_factory.mktemp("bert")
+    return made(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def pre_ln(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but pre-LN."""
+    return made(tmp_path_factory.mktemp("pre-ln"), layer_norm="before")
+
+
+def made(home: Path, **settings: Any) -> Path:
     train_tokenizer(["the bank was closed he sat on of river a old"], 60, cased=False).save(home / "tokenizer")
     size = load_tokenizer(home / "tokenizer").vocab_size
-    model = ModelConfig(5, 16, 2, 32, LONGEST, size, initializer_range=0.3)
+    model = ModelConfig(5, 16, 2, 32, LONGEST, size, initializer_range=0.3, **settings)
     weights = {name: w + 0.1 for name, w in Bert(model, seed=1).state_dict().items()}  # no bias is zero
     hf_folder.write_folder(weights, model, home / "tokenizer", home / "out")
     return home / "out"
@@ -55,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.no_grad()
 def theirs(folder: Path) -> list[tuple[list[Tensor], Tensor, int]]:
     """Each text's hidden states (S, D) and pooled output, and the position of its pair's first [SEP]."""
-    model, tokenizer = BertModel.from_pretrained(folder), load_tokenizer(folder)
+    model, tokenizer = AutoModel.from_pretrained(folder), load_tokenizer(folder)
     cls, sep = tokenizer.specials.cls, tokenizer.specials.sep
     out = []
     for text in TEXTS:
@@ -82,7 +91,11 @@ def near(ours: NDArray[np.float32], expected: list[Tensor]) -> bool:
     return bool(ours.shape == wanted.shape and np.abs(ours - wanted).max() <= 1e-5 * np.abs(wanted).max())
 
 
-def test_every_pooling_is_of_transformers_hidden_states(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "pre_ln"])
+def test_every_pooling_is_of_transformers_hidden_states(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = request.getfixturevalue(kind)
     known = theirs(folder)
     expected = {
         ("mean", "last"): [ordinary(h[-1], sep).mean(0) for h, _, sep in known],

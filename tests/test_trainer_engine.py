@@ -59,6 +59,16 @@ def test_any_cut_takes_the_same_steps(
     assert set(cut["parts"]) == {"forward", "backward", "reduce", "optimizer"} and min(cut["parts"].values()) > 0
 
 
+def test_any_cut_of_a_pre_ln_model_takes_the_same_steps(whole: dict[str, Any], tmp_path: Path) -> None:
+    one, cut = (steps(tmp_path, *where, layer_norm="before") for where in ((1, 1, 1), (2, 3, 4)))
+    assert cut["losses"] == pytest.approx(one["losses"], rel=2e-6)
+    assert largest_difference(cut["gradients"], one["gradients"]) < 1e-5
+    assert (
+        largest_difference(cut["weights"], one["weights"]) < 4e-5
+    )  # some gradients nearly vanish; LAMB scales them up
+    assert largest_difference(one["weights"], whole["weights"]) > 1e-4
+
+
 def test_a_start_compiles_nothing_and_leaves_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed's own start on CPUs, under its launcher, does both: a minute, and 64 MiB a rank until the next boot."""
     monkeypatch.setenv("LOCAL_SIZE", "2")  # as its launcher says it

@@ -23,7 +23,7 @@ from unnoticed import unnoticed
 from data_prep.tokenizer import load_tokenizer
 from kernels.bias_gelu import bias_gelu
 from trainer.convert import folder as hf_folder
-from trainer.convert.hugging_face import from_hugging_face, missing_heads, to_hugging_face
+from trainer.convert.hugging_face import class_name, from_hugging_face, missing_heads, to_hugging_face
 from trainer.convert.weights import load_bert
 from trainer.errors import TrainerError
 from trainer.fill_mask import fill_masks
@@ -32,6 +32,9 @@ from trainer.model.bert import Bert, ModelConfig
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(65))]
 TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=len(WORDS))
+
+PRE_LN = replace(TINY, layers=2, layer_norm="before")
+BOTH = pytest.mark.parametrize("model", [TINY, PRE_LN], ids=["post-LN", "pre-LN"])
 
 
 @pytest.fixture
@@ -62,9 +65,10 @@ def written(tokenizer: Path, model: ModelConfig = TINY) -> Path:
     return out
 
 
+@BOTH
 @pytest.mark.parametrize("gelu", ["none", "tanh"])
-def test_transformers_logits_are_the_trained_models(gelu: str, tokenizer: Path) -> None:
-    model = replace(TINY, gelu=gelu)
+def test_transformers_logits_are_the_trained_models(model: ModelConfig, gelu: str, tokenizer: Path) -> None:
+    model = replace(model, gelu=gelu)
     folder = written(tokenizer, model)
     parity = hf_folder.check(folder, trained(model), model, load_tokenizer(tokenizer))
     assert 0 < max(parity.mlm, parity.nsp) <= hf_folder.TOLERANCE
@@ -79,36 +83,46 @@ def test_the_config_names_the_function_in_fact_used(gelu: str, tokenizer: Path) 
 
 
 HEADS = {  # class: what only its task's training will bring, and what of the export it has no place for
-    transformers.BertForPreTraining: ("", ()),
-    transformers.BertForMaskedLM: ("", ("bert.pooler.", "cls.seq_relationship.")),
-    transformers.BertModel: ("", ("cls.",)),
-    transformers.BertForSequenceClassification: ("classifier", ("cls.",)),
-    transformers.BertForTokenClassification: ("classifier", ("bert.pooler.", "cls.")),
-    transformers.BertForQuestionAnswering: ("qa_outputs", ("bert.pooler.", "cls.")),
-    transformers.BertForMultipleChoice: ("classifier", ("cls.",)),
+    "BertForPreTraining": ("", ()),
+    "BertForMaskedLM": ("", ("bert.pooler.", "cls.seq_relationship.")),
+    "BertModel": ("", ("cls.",)),
+    "BertForSequenceClassification": ("classifier", ("cls.",)),
+    "BertForTokenClassification": ("classifier", ("bert.pooler.", "cls.")),
+    "BertForQuestionAnswering": ("qa_outputs", ("bert.pooler.", "cls.")),
+    "BertForMultipleChoice": ("classifier", ("cls.",)),
 }
 
 
-@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.__name__)
-def test_every_class_loads_it_and_only_a_new_head_is_missing(kind: Any, tokenizer: Path) -> None:
-    folder, weights = written(tokenizer), trained()
-    (new, unused), (model, info) = HEADS[kind], kind.from_pretrained(folder, output_loading_info=True)
+@BOTH
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_class_loads_it_and_only_a_new_head_is_missing(model: ModelConfig, kind: str, tokenizer: Path) -> None:
+    folder, weights = written(tokenizer, model), trained(model)
+    theirs = getattr(transformers, class_name(kind, model))
+    (new, unused), (loaded, info) = HEADS[kind], theirs.from_pretrained(folder, output_loading_info=True)
     assert sorted(info["missing_keys"]) == ([f"{new}.bias", f"{new}.weight"] if new else [])
     written_names = load_file(folder / "model.safetensors").keys()
     assert info["unexpected_keys"] == {name for name in written_names if unused and name.startswith(unused)}
     assert not info["mismatched_keys"]
-    encoder = getattr(model, "bert", model)
+    encoder = getattr(loaded, "bert", loaded)
     assert torch.equal(encoder.embeddings.word_embeddings.weight, weights["token_table"][: TINY.vocab_size])
     queries = encoder.encoder.layer[0].attention.self.query.weight
     assert torch.equal(queries, weights["layers.0.qkv_weight"][: TINY.hidden])
+    if model is PRE_LN:
+        first = encoder.encoder.layer[0].attention.ln.weight, encoder.encoder.layer[0].ln.weight
+        assert torch.equal(first[0], weights["embedding_norm_weight"])
+        assert torch.equal(first[1], weights["layers.0.attention_norm_weight"])
+        assert torch.equal(encoder.encoder.ln.bias, weights["layers.1.mlp_norm_bias"])
     if "bert.pooler." not in unused:
         assert torch.equal(encoder.pooler.dense.weight, weights["pooler_weight"])
 
 
-def test_the_decoder_stays_tied_and_keeps_its_bias_through_a_step_and_another_export(tokenizer: Path) -> None:
-    folder, weights = written(tokenizer), trained()
+@BOTH
+def test_the_decoder_stays_tied_and_keeps_its_bias_through_a_step_and_another_export(
+    model: ModelConfig, tokenizer: Path
+) -> None:
+    folder, weights = written(tokenizer, model), trained(model)
     for round_ in ("first", "again"):
-        theirs = BertForPreTraining.from_pretrained(folder)
+        theirs: Any = getattr(transformers, class_name("BertForPreTraining", model)).from_pretrained(folder)
         decoder, table = theirs.cls.predictions.decoder, theirs.bert.embeddings.word_embeddings
         assert decoder.weight.data_ptr() == table.weight.data_ptr()
         assert torch.equal(table.weight, weights["token_table"][: TINY.vocab_size])
@@ -119,13 +133,14 @@ def test_the_decoder_stays_tied_and_keeps_its_bias_through_a_step_and_another_ex
         torch.optim.SGD(theirs.parameters(), lr=0.1).step()
         theirs.save_pretrained(tokenizer.parent / round_)
         torch.save(theirs.state_dict(), tokenizer.parent / round_ / "pytorch_model.bin")  # with both names of the table
-        weights, model = hf_folder.read_folder(tokenizer.parent / round_)
-        assert not torch.equal(weights["token_table"][7], trained()["token_table"][7])
+        weights, read = hf_folder.read_folder(tokenizer.parent / round_)
+        assert read == model
+        assert not torch.equal(weights["token_table"][7], trained(model)["token_table"][7])
         (tokenizer.parent / round_ / "model.safetensors").unlink()
         pickled, _ = hf_folder.read_folder(tokenizer.parent / round_)
         assert all(torch.equal(pickled[name], tensor) for name, tensor in weights.items())
         folder = tokenizer.parent / f"out-{round_}"
-        assert hf_folder.write_folder(weights, model, tokenizer, folder, proven=True) is not None
+        assert hf_folder.write_folder(weights, read, tokenizer, folder, proven=True) is not None
 
 
 def test_the_file_holds_every_parameter_in_fp32(tokenizer: Path) -> None:
@@ -140,9 +155,11 @@ def test_the_file_holds_every_parameter_in_fp32(tokenizer: Path) -> None:
     assert (folder / "model.safetensors").stat().st_size >= 4 * count
 
 
-def test_what_is_read_back_is_what_was_written(tokenizer: Path) -> None:
-    weights, model = hf_folder.read_folder(written(tokenizer, replace(TINY, gelu="tanh")))
-    assert model == replace(TINY, gelu="tanh")
+@BOTH
+def test_what_is_read_back_is_what_was_written(model: ModelConfig, tokenizer: Path) -> None:
+    model = replace(model, gelu="tanh")
+    weights, read = hf_folder.read_folder(written(tokenizer, model))
+    assert read == model
     expected = trained(model)
     for name in ("token_table", "decoder_bias"):
         expected[name][TINY.vocab_size :] = 0
@@ -156,11 +173,15 @@ def test_the_tokenizer_keeps_its_own_settings(tokenizer: Path) -> None:
     assert loaded.model_max_length == 24 and loaded.mask_token_id == 4
 
 
-def test_masks_are_filled_as_transformers_fills_them(tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, texts = written(tokenizer), ["w1 [MASK] w2 [MASK]", "[MASK]"]
-    model, own, _ = load_bert(folder)
-    answers = fill_masks(model, load_tokenizer(own), texts, top=3)
-    theirs, reader = hf_folder.load_transformers(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+@BOTH
+def test_masks_are_filled_as_transformers_fills_them(
+    model: ModelConfig, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, texts = written(tokenizer, model), ["w1 [MASK] w2 [MASK]", "[MASK]"]
+    ours, own, _ = load_bert(folder)
+    answers = fill_masks(ours, load_tokenizer(own), texts, top=3)
+    theirs = hf_folder.load_transformers(folder, class_name("BertForPreTraining", model))
+    reader = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for text, masks in zip(texts, answers, strict=True):
         given = reader(text, return_tensors="pt")
         with torch.no_grad():
@@ -212,10 +233,11 @@ def test_the_padding_token_is_the_tokenizers_wherever_it_stands(place: int, tmp_
     assert isinstance(gradient, Tensor) and gradient.abs().sum(1).eq(0).nonzero().tolist() == [[place]]
 
 
+@BOTH
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
-def test_the_proof_notices_a_wrong_value_of_every_field(name: str, tokenizer: Path) -> None:
-    folder, own = written(tokenizer), load_tokenizer(tokenizer)
-    assert unnoticed(folder / name, lambda: hf_folder.check(folder, trained(), TINY, own)) == []
+def test_the_proof_notices_a_wrong_value_of_every_field(model: ModelConfig, name: str, tokenizer: Path) -> None:
+    folder, own = written(tokenizer, model), load_tokenizer(tokenizer)
+    assert unnoticed(folder / name, lambda: hf_folder.check(folder, trained(model), model, own)) == []
 
 
 # ---- refusals -------------------------------------------------------------------------------------------
@@ -314,7 +336,9 @@ def test_foreign_tensors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "roberta"}, "'roberta'"),
+        ({"model_type": "roberta"}, "'roberta'; Lambert supports only bert, megatron-bert"),
+        ({"model_type": ["bert"]}, "'bert'"),
+        ({"model_type": "megatron-bert"}, "no tensor bert.encoder.layer.0.attention.ln.weight"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"position_embedding_type": "relative_key"}, "'relative_key'"),
         ({"num_attention_heads": 3}, "must be a multiple of heads, 3"),

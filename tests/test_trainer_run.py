@@ -15,6 +15,8 @@ import yaml
 from runs import lines, write_config
 from test_trainer_checkpoint import PART, flip
 
+import trainer.evaluate
+import trainer.export
 from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
@@ -232,17 +234,26 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_shards: Path, tmp_path: 
     require_finite("newest", load_weights(found))
 
 
-def test_a_pre_ln_run_resumes_to_the_same_bits_and_as_nothing_else(tiny_shards: Path, tmp_path: Path) -> None:
-    model = {"layer_norm": "before", "layers": 2}
+def test_a_pre_ln_run_resumes_to_the_same_bits_and_goes_out_as_what_it_is(
+    tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, heldout = {"layer_norm": "before", "layers": 2}, f"phases.0.heldout={tiny_shards}"
     weights = []
     for name, steps in (("whole", [4]), ("resumed", [2, 4])):
         config = write_config(tmp_path, tiny_shards, 4, model=model, run={"folder": str(tmp_path / name)})
         for until in steps:
-            code, said = train(config, f"phases.0.steps={until}", "phases.0.power=0")
+            code, said = train(config, f"phases.0.steps={until}", "phases.0.power=0", heldout)
             assert code == 0, said
         weights.append(load_weights(find(tmp_path / name)))
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    assert load_model(find(tmp_path / "whole")).model.layer_norm == "before"
+    command = ["--checkpoint", str(tmp_path / "whole")]
+    assert trainer.evaluate.main([*command, "--heldout", str(tiny_shards), "--train", str(tiny_shards)]) == 0
+    figures, told = json.loads(capsys.readouterr().out), lines(tmp_path / "whole", "heldout")[-1]
+    assert {n: figures[n] for n in ("mlm_loss", "nsp_loss")} == pytest.approx(
+        {n: told[n] for n in ("mlm_loss", "nsp_loss")}, rel=1e-6
+    )
+    assert trainer.export.main([*command, "--out", str(tmp_path / "bert")]) == 0  # proven inside
+    assert "A pre-LN BERT of 2 layers, hidden size 16, 2 heads" in (tmp_path / "bert" / "README.md").read_text()
     code, said = train(config, "model.layer_norm=after", "phases.0.steps=5")
     assert code == 2 and "belongs to another run (model.layer_norm was before, now after)" in said, said
 

@@ -107,9 +107,11 @@ def test_a_file_is_whole_or_not_there_and_replaces_none(file: Path) -> None:
     assert os.listdir(file.parent) == [file.name]
 
 
-def test_a_hugging_face_folder_comes_in(tmp_path: Path, vocabulary: Path) -> None:
-    write_folder(trained(), TINY, vocabulary, tmp_path / "bert")
-    ours, theirs = filled(tmp_path / "bert"), trained()
+@pytest.mark.parametrize("model", [TINY, replace(TINY, layer_norm="before")], ids=["post-LN", "pre-LN"])
+def test_a_hugging_face_folder_comes_in(model: ModelConfig, tmp_path: Path, vocabulary: Path) -> None:
+    weights = {name: tensor + torch.randn(tensor.shape) for name, tensor in trained(model).items()}
+    write_folder(weights, model, vocabulary, tmp_path / "bert")
+    ours, theirs = filled(tmp_path / "bert", model), weights
     for name in ("token_table", "decoder_bias"):  # rows that pad the vocabulary are no words, and are not exported
         theirs[name][TINY.vocab_size :] = 0
     assert_same(ours, theirs)
@@ -132,7 +134,11 @@ def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"heads": 4}, "heads is 2 there, 4 here"), ({"gelu": "tanh", "layers": 2}, "layers is 1 there, 2 here; gelu is")],
+    [
+        ({"heads": 4}, "heads is 2 there, 4 here"),
+        ({"layer_norm": "before"}, "layer_norm is after there, before here"),
+        ({"gelu": "tanh", "layers": 2}, "layers is 1 there, 2 here; gelu is"),
+    ],
 )
 def test_another_model_is_refused_in_one_line(file: Path, changed: dict[str, object], said: str) -> None:
     other = replace(TINY, **changed)  # type: ignore[arg-type]

@@ -37,4 +37,6 @@ def changed(value: object) -> object:
             return ["BertModel"]
         case dict():
             return {name: changed(each) for name, each in value.items()}
-    return {"bert": "electra", "gelu": "gelu_pytorch_tanh", "float32": "float16"}.get(str(value), f"{value}x")
+    return {"bert": "electra", "megatron-bert": "bert", "gelu": "gelu_pytorch_tanh", "float32": "float16"}.get(
+        str(value), f"{value}x"
+    )

@@ -1,7 +1,8 @@
 """Export a checkpoint as a Hugging Face BERT: ``python -m trainer.export --checkpoint RUN_OR_STEP --out FOLDER``.
 
 The folder holds ``model.safetensors`` in fp32, ``config.json``, the tokenizer's own files, a model card and, with
-``--onnx``, ``model.onnx``. ``transformers`` loads it as ``BertForPreTraining`` with no missing and no unexpected name.
+``--onnx``, ``model.onnx``. ``transformers`` loads it as ``BertForPreTraining``, or as ``MegatronBertForPreTraining`` if
+the model is pre-LN, with no missing and no unexpected name.
 This is the command; the conversion and its check are in :mod:`trainer.convert.folder`.
 """
 

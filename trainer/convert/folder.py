@@ -1,5 +1,7 @@
 """Writes and reads BERT as a Hugging Face folder: config.json, model.safetensors and the tokenizer's files.
 
+A pre-LN BERT is transformers' MegatronBert.
+
 ``write_folder`` can have transformers verify the result, on random batches. ``read_folder`` takes any BERT that
 Lambert can compute, also one without some of the heads.
 """
@@ -27,7 +29,15 @@ from data_prep.json_text import read_json
 from data_prep.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from trainer.checkpoint.leftovers import drafts, remove, temporary
 from trainer.console import Tell, say
-from trainer.convert.hugging_face import difference, from_hugging_face, missing_heads, to_hugging_face, unused_names
+from trainer.convert.hugging_face import (
+    MODEL_TYPES,
+    class_name,
+    difference,
+    from_hugging_face,
+    missing_heads,
+    to_hugging_face,
+    unused_names,
+)
 from trainer.convert.proof import check_tokenizer, config_facts, require_equal
 from trainer.errors import TrainerError, shortage
 from trainer.model.batch import MicroBatch
@@ -139,10 +149,10 @@ def read_folder(folder: Path, tell: Tell = say) -> tuple[dict[str, Tensor], Mode
 
 
 def config_of(model: ModelConfig, pad: int) -> dict[str, Any]:
-    """The content of config.json for a BertForPreTraining of this shape. ``pad``: the id of [PAD]."""
+    """The content of config.json for a model of this shape with both heads. ``pad``: the id of [PAD]."""
     return {
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
+        "architectures": [class_name("BertForPreTraining", model)],
+        "model_type": MODEL_TYPES[model.layer_norm],
         "attention_probs_dropout_prob": model.attention_dropout,
         "dtype": "float32",
         "hidden_act": _ACTIVATIONS[model.gelu],
@@ -163,7 +173,10 @@ def config_of(model: ModelConfig, pad: int) -> dict[str, Any]:
 
 
 def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
-    fixed = {"model_type": "bert", "position_embedding_type": "absolute", "is_decoder": False}
+    kind = config.get("model_type", "bert")
+    if kind not in MODEL_TYPES.values():
+        raise TrainerError(f"{folder}: model_type is {kind!r}; Lambert supports only {', '.join(MODEL_TYPES.values())}")
+    fixed = {"position_embedding_type": "absolute", "is_decoder": False}
     for name, value in fixed.items():
         if config.get(name, value) != value:
             raise TrainerError(f"{folder}: {name} is {config[name]!r}; Lambert supports only {value!r}")
@@ -187,6 +200,7 @@ def _model(config: dict[str, Any], folder: Path) -> ModelConfig:
             dropout=config.get("hidden_dropout_prob", 0.1),
             attention_dropout=config.get("attention_probs_dropout_prob", 0.1),
             layer_norm_eps=config.get("layer_norm_eps", 1e-12),
+            layer_norm="before" if kind == MODEL_TYPES["before"] else "after",
             gelu=_IMPORTED_ACTIVATIONS[activation],
             initializer_range=config.get("initializer_range", 0.02),
         )
@@ -239,7 +253,8 @@ def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, tokenize
     Ours runs unpadded. Raises TrainerError for a missing or unexpected name, a setting or token that transformers reads
     differently, or a difference above TOLERANCE.
     """
-    theirs, kind = load_transformers(folder), "BertForPreTraining"
+    kind = class_name("BertForPreTraining", model)
+    theirs = load_transformers(folder, kind)
     facts = config_facts(folder, theirs, kind, model, tokenizer.specials.pad)
     table = theirs.bert.embeddings.word_embeddings.weight
     facts["tie_word_embeddings"] = (theirs.cls.predictions.decoder.weight is table, True)
@@ -286,7 +301,7 @@ def random_batch(model: ModelConfig, seed: int) -> MicroBatch:
 
 
 def padded_logits(theirs: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Logits of transformers' BertForPreTraining on the padded batch: MLM (P, V) at ``masked``, NSP (B, 2)."""
+    """Logits of transformers' class with both heads on the padded batch: MLM (P, V) at ``masked``, NSP (B, 2)."""
     lengths = batch.cu_seqlens.diff()
     present = torch.arange(batch.max_seqlen) < lengths[:, None]  # (B, S)
     tokens = torch.zeros(present.shape, dtype=torch.int64).masked_scatter(present, batch.tokens)

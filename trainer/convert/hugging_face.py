@@ -20,6 +20,7 @@ from trainer.model.bert import Bert, ModelConfig
 
 # The decoder bias of pieces that only fill up the vocabulary: exact in fp32, fp16 and bf16, and its exp is 0.
 SILENT = -8192.0
+MODEL_TYPES = {"after": "bert", "before": "megatron-bert"}  # transformers' name of a model by its layer_norm
 _NAMES = {
     "token_table": "bert.embeddings.word_embeddings.weight",
     "segment_table": "bert.embeddings.token_type_embeddings.weight",
@@ -47,8 +48,13 @@ _TIED = {
 }
 
 
+def class_name(kind: str, model: ModelConfig) -> str:
+    """The transformers class for ``kind``, such as "BertForPreTraining": itself, or its MegatronBert counterpart."""
+    return f"Megatron{kind}" if model.layer_norm == "before" else kind
+
+
 def to_hugging_face(weights: dict[str, Tensor], model: ModelConfig, fillers: int = 0) -> dict[str, Tensor]:
-    """Bert's ``state_dict`` under BertForPreTraining's names, without the vocabulary's padding.
+    """Bert's ``state_dict`` under transformers' names, without the vocabulary's padding.
 
     The last ``fillers`` tokens get SILENT as their decoder bias, so their probability is zero there too. Raises
     TrainerError if a tensor is missing, unexpected, empty, or differs in shape from the model's.
@@ -79,7 +85,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def from_hugging_face(tensors: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Bert's ``state_dict`` from the tensors of a BertForPreTraining or a BertModel, with zero padding rows.
+    """Bert's ``state_dict`` from the tensors of transformers' class with both heads or none, with zero padding rows.
 
     Missing heads are left out. Raises TrainerError if any other tensor is missing, a shape does not fit, or the decoder
     is not tied to the token table.

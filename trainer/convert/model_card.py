@@ -111,7 +111,7 @@ def _head(found: Checkpoint, model: ModelConfig) -> str:
     begun = "random weights" if origin is None else f"the weights {Path(origin).name}"
     return f"""# {name}
 
-A BERT of {model.layers} layer{"s" * (model.layers > 1)}, hidden size {model.hidden}, {model.heads} heads and a \
+A {shape_in_words(model)}, {model.heads} heads and a \
 vocabulary of {model.vocab_size:,}: {parameters:,} parameters. Pre-trained{tasks}, from {begun}; \
 this is step {state["step"]:,}, after {state["samples"]:,} sequences and {state["tokens"]:,} tokens.
 
@@ -120,6 +120,12 @@ from transformers import pipeline
 
 pipeline("fill-mask", model="…")("A text with a [MASK] in it.")
 ```"""
+
+
+def shape_in_words(model: ModelConfig) -> str:
+    """The model's kind, layers and width, as "BERT of 12 layers, hidden size 768"."""
+    kind = "pre-LN BERT" if model.layer_norm == "before" else "BERT"
+    return f"{kind} of {model.layers} layer{'s' * (model.layers > 1)}, hidden size {model.hidden}"
 
 
 # ---- data ----------------------------------------------------------------------------------------------------

@@ -55,17 +55,21 @@ class Padded(nn.Module):
         def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             return F.layer_norm(x, (model.hidden,), weight, bias, model.layer_norm_eps)
 
-        x = F.embedding(input_ids, self.table) + F.embedding(token_type_ids, bert.segment_table)
-        x = x + bert.position_table[: input_ids.shape[1]]  # (B, S, D)
-        x = norm(x, bert.embedding_norm_weight, bert.embedding_norm_bias)
+        def next_input(z: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:  # and the next residual
+            x = norm(z, weight, bias)
+            return x, z if model.layer_norm == "before" else x
+
+        z = F.embedding(input_ids, self.table) + F.embedding(token_type_ids, bert.segment_table)
+        z = z + bert.position_table[: input_ids.shape[1]]  # (B, S, D)
+        x, residual = next_input(z, bert.embedding_norm_weight, bert.embedding_norm_bias)
         hidden = (1.0 - attention_mask[:, None, None, :].float()) * torch.finfo(torch.float32).min  # (B, 1, 1, S)
         layers: list[Any] = list(bert.layers)
         for layer in layers:
             y = self._attention(layer, x, hidden)
-            x = norm(x + y, layer.attention_norm_weight, layer.attention_norm_bias)
+            x, residual = next_input(residual + y, layer.attention_norm_weight, layer.attention_norm_bias)
             y = F.gelu(F.linear(x, layer.mlp_in_weight, layer.mlp_in_bias), approximate=model.gelu)
             y = F.linear(y, layer.mlp_out_weight, layer.mlp_out_bias)
-            x = norm(x + y, layer.mlp_norm_weight, layer.mlp_norm_bias)
+            x, residual = next_input(residual + y, layer.mlp_norm_weight, layer.mlp_norm_bias)
         pooled = torch.tanh(F.linear(x[:, 0], bert.pooler_weight, bert.pooler_bias))  # (B, D)
         if self.task == "feature-extraction":
             return x, pooled

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import safe_open
 
 from data_prep.tokenizer import CLEANING, CONTINUING, DEFAULTS, Tokenizer
+from trainer.convert.hugging_face import MODEL_TYPES
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
 
@@ -33,11 +34,12 @@ def config_facts(folder: Path, theirs: Any, kind: str, model: ModelConfig, pad: 
     """The fields of config.json that all exports share. ``theirs``: the model that transformers built from it."""
     bert = theirs.bert
     tables, layer = bert.embeddings, bert.encoder.layer[0]
+    norm = bert.encoder.ln if model.layer_norm == "before" else tables.LayerNorm
     written = json.loads((folder / "config.json").read_text("utf-8"))
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         dtypes = {file.get_slice(name).get_dtype() for name in file.keys()}
     return {
-        "model_type": (written.get("model_type"), "bert"),
+        "model_type": (written.get("model_type"), MODEL_TYPES[model.layer_norm]),
         "architectures": (written.get("architectures"), [kind]),
         "dtype": (written.get("dtype"), "float32" if dtypes == {"F32"} else f"a mixture: {sorted(dtypes)}"),
         "position_embedding_type": (written.get("position_embedding_type"), "absolute"),
@@ -47,7 +49,7 @@ def config_facts(folder: Path, theirs: Any, kind: str, model: ModelConfig, pad: 
         "type_vocab_size": (tables.token_type_embeddings.num_embeddings, model.segments),
         "max_position_embeddings": (tables.position_embeddings.num_embeddings, model.max_positions),
         "hidden_size": (tables.word_embeddings.embedding_dim, model.hidden),
-        "layer_norm_eps": (tables.LayerNorm.eps, model.layer_norm_eps),
+        "layer_norm_eps": (norm.eps, model.layer_norm_eps),
         "hidden_dropout_prob": (tables.dropout.p, model.dropout),
         "attention_probs_dropout_prob": (layer.attention.self.dropout.p, model.attention_dropout),
         "num_hidden_layers": (len(bert.encoder.layer), model.layers),

@@ -173,14 +173,16 @@ def _by_length(examples: Sequence[Example]) -> Iterator[list[int]]:
 def pooled(model: Bert, batch: Rows, places: Tensor, pooling: Pooling, control: tuple[int, ...]) -> Tensor:
     """Return vectors (B, D), or (P, D) for single tokens; "concat4" is four times as wide, lowest layer first."""
     layers: list[Tensor] = []
-    wanted = [] if pooling.layers == "last" else list(model.layers)[-_FOUR:]
-    hooks = [layer.register_forward_hook(lambda layer, inputs, outputs: layers.append(outputs[0])) for layer in wanted]
+    wanted = [] if pooling.layers == "last" else list(model.layers)[-_FOUR:-1]
+    # A layer's second output is the residual; in a pre-LN model only this is transformers' hidden state.
+    hooks = [layer.register_forward_hook(lambda layer, inputs, outputs: layers.append(outputs[1])) for layer in wanted]
     try:
         x = model.encode(batch)  # (T, D)
     finally:
         for hook in hooks:
             hook.remove()
     if layers:
+        layers.append(x)
         x = torch.stack(layers).mean(0) if pooling.layers == "mean4" else torch.cat(layers, -1)
     match pooling.pool:
         case "pooler":

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.convert.model_card import markdown_table
+from trainer.convert.hugging_face import class_name
+from trainer.convert.model_card import markdown_table, shape_in_words
 from trainer.finetune.report import SHOWN, table
 from trainer.finetune.result import Row
 from trainer.finetune.run import Job
+from trainer.model.bert import ModelConfig
 
 PIPELINES = {  # transformers' pipeline for each class; multiple choice has none
     "BertForSequenceClassification": "text-classification",
@@ -52,19 +54,19 @@ def _head(job: Job, base: str) -> str:
     head = "a hidden layer and an output" if task.hidden_head else "a linear head"
     labels = f" Labels: {', '.join(f'`{label}`' for label in task.labels)}." if task.labels else ""
     told = (
-        f"A BERT of {model.layers} layer{'s' * (model.layers > 1)}, hidden size {model.hidden} and {model.heads} "
-        f"heads, with {head} on {place}, fine-tuned from `{base}` (sha256 of its weights and vocabulary "
-        f"`{job.identity['model']}`).{labels}"
+        f"A {shape_in_words(model)} and {model.heads} heads, with {head} on {place}, fine-tuned from `{base}` (sha256 "
+        f"of its weights and vocabulary `{job.identity['model']}`).{labels}"
     )
     if task.hidden_head:
         return told + "\n\ntransformers has no class for this head: the weights keep Lambert's own names."
     pairs = 1 in job.dev.units[0][0].segments
-    return f"{told}\n\n```python\n{_code(task.export_class, pairs)}\n```"
+    return f"{told}\n\n```python\n{_code(task.export_class, model, pairs)}\n```"
 
 
-def _code(export_class: str, pairs: bool) -> str:
+def _code(export_class: str, model: ModelConfig, pairs: bool) -> str:
     if export_class not in PIPELINES:
-        return f'from transformers import {export_class}\n\n{export_class}.from_pretrained("…")'
+        name = class_name(export_class, model)
+        return f'from transformers import {name}\n\n{name}.from_pretrained("…")'
     given = {
         "question-answering": '(question="…", context="…")',
         "text-classification": '({"text": "…", "text_pair": "…"})' if pairs else '("…")',

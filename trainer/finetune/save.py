@@ -27,14 +27,14 @@ from trainer.convert.folder import (
     metadata_of,
     random_batch,
 )
-from trainer.convert.hugging_face import to_hugging_face
+from trainer.convert.hugging_face import class_name, to_hugging_face
 from trainer.convert.proof import Facts, check_tokenizer, config_facts, require_equal
 from trainer.errors import TrainerError
 from trainer.finetune.task import Task, TaskBatch, TaskModel
 from trainer.model.batch import Rows
 from trainer.model.bert import Bert, ModelConfig
 
-HEADS = {  # transformers' classes, and what each calls its head
+HEADS = {  # transformers' classes, and what each calls its head; those of a pre-LN model have the same heads
     "BertForSequenceClassification": "classifier",
     "BertForTokenClassification": "classifier",
     "BertForMultipleChoice": "classifier",
@@ -72,7 +72,7 @@ def write_model(
             limit_length(draft, model)
             written = json.dumps(config(model, task, tokenizer.specials.pad), indent=2)
             (draft / "config.json").write_text(written + "\n", "utf-8")
-            said = f"{out}: {task.export_class}, {prove(draft, weights, model, task, tokenizer)}"
+            said = f"{out}: {class_name(task.export_class, model)}, {prove(draft, weights, model, task, tokenizer)}"
         else:
             said = f"{out}: transformers has no class for this head: the weights keep Lambert's own names"
         older = move_aside(out)
@@ -95,12 +95,13 @@ def to_transformers(weights: dict[str, Tensor], model: ModelConfig, task: Task) 
 def config(model: ModelConfig, task: Task, pad: int) -> dict[str, Any]:
     """The contents of config.json in the exported folder; ``pad``: the id of [PAD]."""
     tree = {name: value for name, value in config_of(model, pad).items() if name != "tie_word_embeddings"}
-    tree["architectures"] = [task.export_class]
+    tree["architectures"] = [class_name(task.export_class, model)]
     labels = task.labels or tuple(f"LABEL_{number}" for number in range(task.outputs))
     if (
         task.export_class != "BertForQuestionAnswering"
     ):  # its two outputs are the first and the last place, without dropout
-        tree["classifier_dropout"] = None if task.drops else 0.0
+        if model.layer_norm == "after":  # MegatronBert has no such setting, and its heads always drop
+            tree["classifier_dropout"] = None if task.drops else 0.0
         tree["id2label"] = {str(number): label for number, label in enumerate(labels)}
         tree["label2id"] = {label: number for number, label in enumerate(labels)}
     if task.export_class == "BertForSequenceClassification":
@@ -119,8 +120,9 @@ def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Ta
     """
     if importlib.util.find_spec("transformers") is None:
         return "not verified: transformers is not installed here"
-    theirs = load_transformers(folder, task.export_class)
-    facts = config_facts(folder, theirs, task.export_class, model, tokenizer.specials.pad)
+    kind = class_name(task.export_class, model)
+    theirs = load_transformers(folder, kind)
+    facts = config_facts(folder, theirs, kind, model, tokenizer.specials.pad)
     require_equal(folder / "config.json", facts | _facts(theirs, model, task))
     check_tokenizer(folder, tokenizer, model)
     ours = TaskModel(model, task, 0)

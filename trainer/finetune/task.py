@@ -137,7 +137,7 @@ class Task(Protocol):
 
     @property
     def export_class(self) -> str:
-        """The transformers class with this linear head, as "BertForTokenClassification"; empty if there is none."""
+        """The transformers class with this linear head over a BERT, as "BertForTokenClassification"; empty if none."""
 
     def read(self, path: Path) -> list[Any]:
         """Read a file's records."""

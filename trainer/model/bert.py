@@ -7,8 +7,8 @@ A sum is the embeddings or a sublayer's output added to the residual. With ``lay
 sublayer gets LayerNorm(sum), and adds its output to that. With ``before`` (pre-LN; Xiong et al., "On Layer
 Normalization in the Transformer Architecture", 2020, figure 1), it adds its output to the sum itself, and the last sum
 is normalized as well. So both have the same parameters and the same kernels, but a checkpoint of one is no model of the
-other. A pre-LN sum is rounded to the model's dtype once for each sublayer, by at most half a unit in its last place.
-The roundings add up over a model's 2 * layers sublayers, and the sum is not bounded as a normalized residual is.
+other. A pre-LN sum is rounded to the model's dtype after each sublayer, by at most 2^-11 of its value in fp16 and 2^-8
+in bf16. These errors add up over the 2 * layers sublayers, and nothing bounds the sum itself: fp16 ends at 65,504.
 
 A module owns the parameters that its ``forward`` uses directly, without submodules, so that ZeRO-3 gathers and frees a
 whole layer at a time.
@@ -59,7 +59,8 @@ class ModelConfig:
     dropout: float = 0.1  # dropout of the embeddings and of each sublayer's output
     attention_dropout: float = 0.1  # dropout of the attention weights
     layer_norm_eps: float = 1e-12  # added to the variance in LayerNorm
-    # where a sublayer normalizes: after adding its output to the residual, as BERT does, or before its first projection
+    # after: a sublayer normalizes the sum of its output and the residual (post-LN, BERT);
+    # before: it normalizes its input (pre-LN, exported as MegatronBert)
     layer_norm: Literal["after", "before"] = "after"
     gelu: str = "none"  # none: the exact GELU; tanh: its approximation
     initializer_range: float = 0.02  # standard deviation of the initial weights
@@ -220,7 +221,7 @@ class Encoder(nn.Module):
         tables = self.token_table, self.segment_table, self.position_table
         norm = self.embedding_norm_weight, self.embedding_norm_bias, model.layer_norm_eps
         if model.layer_norm == "before":
-            z = embed_sum(*indices, *tables)  # (T, D)
+            z = embed_sum(indices, tables)  # (T, D)
             x, residual = dropout_add_layer_norm(z, None, *norm, dropout_p=model.dropout, keys=keys, return_sum=True)
         else:
             x = residual = embed(*indices, *tables, *norm, dropout_p=model.dropout, keys=keys)  # (T, D)
