@@ -41,11 +41,11 @@ def pretend(part: str) -> None:
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(target)
-    triton.knobs.runtime.interpret = True  # so that tensors of the CPU pass; the kernels are made already
+    triton.knobs.runtime.interpret = True  # so that CPU tensors are accepted; the kernels exist already
 
     def compile_only(function: Any, grid: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> Any:
-            print(f"{part} {function.fn.__name__}\n", end="", flush=True)  # at once: parts share the output
+            print(f"{part} {function.fn.__name__}\n", end="", flush=True)  # at once, because parts share the output
             return function.warmup(*arguments, grid=grid, **options)
 
         return launch
@@ -62,7 +62,7 @@ def run_attention() -> None:
         (16, 32, HALF),
         (128, 64, torch.bfloat16),
         (512, 64, HALF),
-        (16, 16, torch.float32),  # has one launch for all sizes
+        (16, 16, torch.float32),  # a single launch handles all sizes
     ):
         cu_seqlens = torch.tensor([0, longest], dtype=torch.int32)
         keys = dropout.token_keys(0, 1, torch.zeros(1, dtype=torch.int64), torch.arange(longest), cu_seqlens)
@@ -98,7 +98,7 @@ def run_optimizers() -> None:
         Piece(0, 100_000, 0.01, 0, True),
         Piece(100_000, 50_000, 0.01, 1, False),
         Piece(150_000, 9, 0.0, -1, True),
-        Piece(160_000, 9_000, 0.01, 2, True),  # small enough for the one launch, which compiles for seconds: once
+        Piece(160_000, 9_000, 0.01, 2, True),  # small enough for one launch, which takes seconds to compile
     ]
     factor, plain = torch.ones(()), Moments(0.9, 0.999, 1e-6, True)
     for dtype, held, moments in (
@@ -140,7 +140,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--launch"]:
         launch()
         sys.exit()
-    fork = multiprocessing.get_context("fork")  # the imports are there once for all
+    fork = multiprocessing.get_context("fork")  # workers share the imports
     processes = [fork.Process(target=compile_part, args=(part,)) for part in PARTS]
     for process in processes:
         process.start()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # asked for as the kernels are imported: before all that follow
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, so set before the imports below
 from file_server import Server
 from hypothesis import settings
 

@@ -27,8 +27,8 @@ import yaml
 from data_prep.manifest import load_manifest
 from trainer.monitor.journal import read_lines
 
-LENGTH = 32  # of the sequences: the most steps for the time
-RATES = {"lamb": 4e-3, "adam": 6e-4}  # at 8,192 sequences; elsewhere by the root of the batch
+LENGTH = 32  # of the sequences: short, for the most steps in the time
+RATES = {"lamb": 4e-3, "adam": 6e-4}  # at 8,192 sequences; others are scaled by the root of the batch
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 64}
 
 
@@ -47,7 +47,7 @@ class Curve(NamedTuple):
     warmup: int = 20  # steps of 8,192 samples; the rate stays constant after it
 
 
-PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row go on side by side
+PLANS: dict[str, list[list[Curve]]] = {  # the runs of a row are trained at the same time
     "kernels": [
         [
             Curve("Triton kernels, 1,024", (0,), batch=1024, samples=200 * 1024),

@@ -22,7 +22,7 @@ from deploy.monitoring import pictures
 
 CONFIG, SHARDS = ranks.ROOT / "deploy/configs/demo.yaml", ranks.ROOT / "runs/demo/shards/train-32"
 STEPS = 2500
-WELL, LONGER = 100, 8  # seconds in which nothing happens; that a fault stays once its alert has come
+WELL, LONGER = 100, 8  # seconds without faults; seconds that a fault lasts after its alert
 
 
 def main() -> None:

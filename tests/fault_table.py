@@ -30,10 +30,10 @@ from sshd import command_of, environment_of, wait_for
 from data_prep.build import build
 from data_prep.settings import make_settings
 
-SETTLE = 60.0  # seconds until what is left counts as an orphan
+SETTLE = 60.0  # seconds after which a process that is left counts as an orphan
 ONE = ("deepspeed, pdsh", "deepspeed, openmpi", "torchrun", "deploy.launch", "mpirun", "srun")
-PASS_ON = ("mpirun", "srun")  # SIGUSR1 to their ranks, and wait: unlike the others, they break off at a SIGTERM
-BIG = {"max_positions": 10_000, "hidden": 256, "intermediate": 64}  # saving it takes long enough to be hit
+PASS_ON = ("mpirun", "srun")  # they forward SIGUSR1 to their ranks and wait; at a SIGTERM they abort, unlike the others
+BIG = {"max_positions": 10_000, "hidden": 256, "intermediate": 64}  # large enough that a fault can hit a save
 EVERY = 5  # steps between two checkpoints
 UNHIT = "nothing"
 COMPARED = ("launcher", "the command returned", "settings on both nodes", "losses of 12 steps")

@@ -26,7 +26,7 @@ from trainer.model.batch import MicroBatch
 ZEROS = bytes(1 << 16)
 BOMB = gzip.compress(bytes(256 << 20), 1)  # about 1 MiB
 OK = b"HTTP/1.0 200 OK\r\n"
-ENDLESS = {  # how an answer starts, what follows again and again, and the seconds before each time
+ENDLESS = {  # how an answer starts, the block that it repeats, and the seconds before each block
     "endless": (OK + b"\r\n", ZEROS, 0),
     "endless error": (b"HTTP/1.0 400 Bad\r\n\r\n", ZEROS, 0),
     "promise": (OK + b"Content-Length: 1000000000000000\r\n\r\n", ZEROS, 0),
@@ -48,7 +48,7 @@ class Server(ThreadingHTTPServer):
         self.folder = folder
         self.gets = list[str]()  # names, in the order of the requests
         self.faults = dict[str, list[str]]()
-        self.sent = 0  # bytes of answers that have no end, or are not the file
+        self.sent = 0  # bytes of endless answers and of answers that are not the file
         self.elsewhere = ""  # where redirects go
         self.released = threading.Event()  # ends what hangs
         self.address = f"http://127.0.0.1:{self.server_port}"
@@ -182,7 +182,7 @@ def damage(folder: Path, kind: str) -> None:
             path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         case "cut":
             path.write_bytes(data[:-700])
-        case "member":  # it ends as a tar may, between two members
+        case "member":  # the tar ends between two members, as a valid one may
             path.write_bytes(data[: 10 * 2 * BLOCK])
         case "empty":
             path.write_bytes(b"")

@@ -17,7 +17,7 @@ from trainer.finetune.task import Task, TaskModel, Unit, collate
 from trainer.model.bert import ModelConfig
 
 CLS, SEP, UNK = 2, 3, 1
-FIRST = 5  # the id of a vocabulary's first piece of its own
+FIRST = 5  # the id of the first piece after the special ones
 
 
 def vocabulary(folder: Path, pieces: str, cased: bool = False) -> Tokenizer:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read as DeepSpeed is imported
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401  # DeepSpeed and PyTorch import both
-import torch._dynamo  # noqa: E402, F401                               # only as an engine is made
+import torch._dynamo  # noqa: E402, F401                               # only when an engine is created
 
 import trainer.__main__  # noqa: E402, F401

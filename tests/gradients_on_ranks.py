@@ -138,7 +138,7 @@ def make(text: str, world: World) -> Engine[Any]:
     config = EngineConfig(int(stage), precision, "offload" in rest, initial_loss_scale=SCALE)  # type: ignore[arg-type]
     engine: Engine[Any] = Engine(config, Toy(kind), OPTIMIZERS[kind], world, seed=3)
     poison(engine)
-    if engine._gradients is not None:  # no padding of a row is read either
+    if engine._gradients is not None:  # no padding of a row may be read
         row, end = engine._gradients.row, sum(p.numel() for p in engine.model.parameters())
         row[end:] = torch.nan
         engine._gradients.halves.flat[end:] = torch.nan

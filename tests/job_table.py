@@ -85,7 +85,7 @@ def nothing(job: Job) -> None:
     pass
 
 
-CASES: dict[str, tuple[Callable[[Job], None], str]] = {  # what hits it; its state at the end
+CASES: dict[str, tuple[Callable[[Job], None], str]] = {  # the fault; the job's final state
     "nothing": (nothing, "COMPLETED"),
     "`scancel --signal=TERM JOB`": (signal_job, "COMPLETED"),
     "its time limit": (end_time, "COMPLETED"),

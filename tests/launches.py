@@ -21,7 +21,7 @@ PYTHON = sys.executable
 BIN = Path(PYTHON).parent
 TIMEOUT = 600.0  # seconds; a busy machine takes many times as long as an idle one
 PORT = "29500"  # every run of a test has its own hosts
-SETTINGS = {  # that a rank of any host needs
+SETTINGS = {  # variables that a rank on any host needs
     "GLOO_SOCKET_IFNAME": nodes.INTERFACE,
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
@@ -29,7 +29,7 @@ SETTINGS = {  # that a rank of any host needs
 TRAINER = ["-m", "trainer", "--config", "CONFIG"]
 MEET = ["--master_addr", "node-0", "--master_port", PORT]
 MPI = ["--mca", "btl_tcp_if_include", nodes.INTERFACE, "--mca", "oob_tcp_if_include", nodes.INTERFACE]
-AS_ROOT = ["--allow-run-as-root"]  # which these tests are, and no user should be
+AS_ROOT = ["--allow-run-as-root"]  # these tests run as root; a user should not
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def watching(folder: Path) -> Iterator[Prometheus]:
     config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [manager]}]}]}
     for job in config["scrape_configs"]:
         job.pop("static_configs", None)  # examples
-        if job["job_name"] == "trainer":  # ranks without GPUs are given some, by their numbers
+        if job["job_name"] == "trainer":  # ranks without GPUs get made-up ones, by rank
             name = {"source_labels": ["__name__", "rank"], "regex": "lambert_rank_info;(.+)"}
             job["metric_relabel_configs"] = [{**name, "target_label": "gpu_uuid", "replacement": "GPU-$1"}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-INTERFACE = "eth0"  # of every node, as its programs know it
-SPACE = ipaddress.ip_network("198.18.0.0/15")  # for tests of networks (RFC 2544): no real one has it
+INTERFACE = "eth0"  # the interface's name on every node
+SPACE = ipaddress.ip_network("198.18.0.0/15")  # reserved for network tests (RFC 2544), so no real network uses it
 ROOM = 4  # bits of a cluster's addresses: 13 nodes and the test itself
 NAME = "lambert"
 

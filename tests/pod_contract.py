@@ -116,7 +116,7 @@ def refused(run: Gang) -> str:
 
 
 CASES: dict[str, Callable[[Gang], str]] = {
-    "nothing": undisturbed,  # twice of a Job: its losses are those that all others must have
+    "nothing": undisturbed,  # twice for a Job: all other cases must have its losses
     "SIGTERM to pod 1, all start again": stop,
     "SIGKILL of pod 1, all start again": kill,
     f"pod 1 comes {LATE:.0f} s late": late_pod,

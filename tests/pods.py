@@ -33,7 +33,7 @@ SIZE = 2  # pods, of one rank each
 PATIENCE = 180.0  # seconds
 PORT = 29500  # where ranks meet
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-# a container's own /dev, as runtimes make it: no devices, and the kubelet's file for a last message
+# a container's /dev, as runtimes create it: no devices, and the kubelet's file for a last message
 BOOT = """set -e
 hostname "$0"
 mount --bind {folder}/hosts /etc/hosts
@@ -144,7 +144,7 @@ class Pod:
     folder: Path
     node: nodes.Node
     process: subprocess.Popen[bytes]
-    killed: bool = False  # by a test: some versions of unshare cannot pass that on as their own end
+    killed: bool = False  # killed by a test: some versions of unshare cannot report that as their own exit
 
     @property
     def code(self) -> int | None:
@@ -284,5 +284,5 @@ def gang(contract: Contract, folder: Path, pods: int = 3 * SIZE) -> Iterator[Gan
         finally:
             for pod in made.pods:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pod.process.pid, signal.SIGKILL)  # and by --kill-child all in it
+                    os.kill(pod.process.pid, signal.SIGKILL)  # and everything in it, by --kill-child
                 pod.process.wait()

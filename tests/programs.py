@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(sys.prefix) / "programs"  # of the environment, so that one download serves all runs of the tests
+FOLDER = Path(sys.prefix) / "programs"  # in the environment, so that all test runs share one download
 SYSTEM = f"{os.environ['PATH']}:/usr/sbin"
 PACKAGES = {  # program: the package that holds it, and others that it needs and that a machine may lack
     "prometheus": "prometheus",
@@ -41,13 +41,13 @@ def program(name: str) -> str:
 
 def _unpack(packages: str) -> str:
     """Download packages as any user may, and unpack them into FOLDER; returns the reason if that fails."""
-    lists, cache = FOLDER / "lists", FOLDER / "cache"  # the system's may be absent, old, or another user's
+    lists, cache = FOLDER / "lists", FOLDER / "cache"  # the system's lists may be missing, old, or unreadable
     (lists / "partial").mkdir(parents=True, exist_ok=True)
     cache.mkdir(exist_ok=True)
     apt = ["apt-get", "--quiet", "-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
     unpack = ["sh", "-e", "-c", f"for each in {packages}; do dpkg-deb -x ${{each}}_*.deb .; done"]
     with (FOLDER / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the tests want it, too
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other test processes may download it, too
         for command in ([*apt, "update"], [*apt, "download", *packages.split()], unpack):
             try:
                 done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=300)

@@ -137,14 +137,14 @@ def finish(processes: Sequence[Rank], timeout: float = 240) -> list[tuple[int, s
 
 @cache
 def _logs() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="ranks-")  # removed as this process ends
+    return tempfile.TemporaryDirectory(prefix="ranks-")  # removed when this process ends
 
 
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forked_rank", "ranks"])
-    with patch.dict(os.environ, environment(0, 1, 0)):  # its imports look for Lambert, and for the number of threads
+    with patch.dict(os.environ, environment(0, 1, 0)):  # its imports need Lambert's path and the number of threads
         ensure_running()
     return context
 

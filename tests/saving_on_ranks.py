@@ -35,7 +35,7 @@ def main() -> None:
     for step in itertools.count(1 if found is None else found.record["step"] + 1):
         master.fill_(step)
         saver.save(step, {"step": step})
-        master.fill_(-1)  # a save that copied nothing would show it
+        master.fill_(-1)  # a save that did not copy would contain it
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ GresTypes=gpu
 NodeName={names[0]},{names[1]} CPUs=4 RealMemory=1000 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-GPUS = "Name=gpu File={folder}/gpu[0-1]\n"  # files in their place: what a task is given is all that shows
+GPUS = "Name=gpu File={folder}/gpu[0-1]\n"  # files in place of devices: only the assignment to tasks matters here
 
 
 @contextlib.contextmanager

@@ -142,14 +142,14 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
     (folder / "bin").mkdir()
     (folder / "bin/ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
     (folder / "bin/ssh").chmod(0o755)
-    # the kernel removes a cable some time after its namespace: that of our last cluster has our next one's name
+    # the kernel removes a cable later than its namespace, and our next one has the same name
     assert wait_for(lambda: not Path(f"/sys/class/net/lt{os.getpid()}").exists())
     with contextlib.ExitStack() as stack:
-        # short, since the names of sockets are
+        # short, because socket paths must be
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True))
         (folder / "sshd_config").write_text(SSHD.format(folder=folder, temporary=temporary))
         cluster = stack.enter_context(nodes.cluster(count))
-        for path in NETNS.glob(f"{nodes.NAME}-*"):  # of a process that was killed before it could clean up
+        for path in NETNS.glob(f"{nodes.NAME}-*"):  # left by a process that was killed before it could clean up
             if not Path("/proc", path.stem.removeprefix(f"{nodes.NAME}-")).exists():
                 shutil.rmtree(path, ignore_errors=True)
         table = {f"node-{number}": node for number, node in enumerate(cluster)}
@@ -181,7 +181,7 @@ def _booted(name: str, table: dict[str, nodes.Node], folder: Path, temporary: Pa
         process.kill()
         process.wait()
         shutil.rmtree(over)
-        with contextlib.suppress(OSError):  # not empty: others have theirs there
+        with contextlib.suppress(OSError):  # not empty: other processes use it
             NETNS.rmdir()
 
 
@@ -189,7 +189,7 @@ def _users(home: Path) -> str:
     """An /etc/passwd in which our user's home is a given folder, and which has sshd's own user."""
     users = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
     users = [[*user[:5], str(home), "/bin/sh"] if user[2] == str(os.getuid()) else user for user in users]
-    if "sshd" not in [user[0] for user in users]:  # its package's installation would have made it
+    if "sshd" not in [user[0] for user in users]:  # installing the package would have created it
         users.append(["sshd", "x", "65533", "65534", "", "/run/sshd", "/usr/sbin/nologin"])
     return "".join(":".join(user) + "\n" for user in users)
 

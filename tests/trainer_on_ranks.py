@@ -46,7 +46,7 @@ class Place:
     """A point in the training."""
 
     step: int = -1  # optimizer steps taken
-    micro_batch: int = -1  # of the step that is under way; -1 between steps
+    micro_batch: int = -1  # of the current step; -1 between steps
 
 
 def main() -> None:
