@@ -318,6 +318,8 @@ def test_what_cannot_be_is_told_at_once() -> None:
     ("stated", "message"),
     [
         ({}, "steps, samples, epochs: set exactly one of them"),
+        ({"steps": 5, "mlm_weight": 0.0, "nsp_weight": 0.0}, "mlm_weight, nsp_weight are both 0: raise one of them"),
+        ({"steps": 5, "nsp_weight": -1.0}, "nsp_weight is -1.0: must be 0 or more"),
         ({"steps": 5, "epochs": 2.0}, "steps, samples, epochs: set exactly one of them"),
         ({"samples": 5, "epochs": 2.0}, "steps, samples, epochs: set exactly one of them"),
         ({"steps": 5, "decay_rate": 0.9}, "decay_rate, decay_steps: set both for decay: exponential"),

@@ -58,6 +58,8 @@ class Phase:
     decay_rate: float | None = None  # exponential decay: factor by which the rate falls every decay_steps
     decay_steps: int | None = None  # exponential decay: steps in which the rate falls by the factor decay_rate
     end_learning_rate: float = 0.0  # learning rate that either decay approaches and never falls below
+    mlm_weight: float = 1.0  # weight of the MLM loss in the loss that is optimized; reported losses are not weighted
+    nsp_weight: float = 1.0  # the same for the NSP loss
     heldout: str | None = None  # held-out shards, a folder or an address, evaluated during the phase
     # static: the masks stored in the training shards; dynamic: new masks in each epoch, drawn the same way
     masks: Literal["static", "dynamic"] = "static"
@@ -116,7 +118,9 @@ class Phase:
         return found
 
     def _rate_problems(self) -> list[str]:
-        found = outside(self, learning_rate=(ABOVE_0, 100))
+        found = outside(self, learning_rate=(ABOVE_0, 100), mlm_weight=(0, 1000), nsp_weight=(0, 1000))
+        if self.mlm_weight == self.nsp_weight == 0:
+            found.append("mlm_weight, nsp_weight are both 0: raise one of them, or nothing is learned")
         for name in ("start_learning_rate", "end_learning_rate"):
             if not 0 <= getattr(self, name) <= self.learning_rate:
                 bounds = f"0 and learning_rate ({self.learning_rate})"

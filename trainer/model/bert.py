@@ -113,8 +113,9 @@ class Output(NamedTuple):
     nsp_correct: Tensor  # () int64
 
     def mean(self, counts: GlobalCounts) -> Tensor:
-        """This micro-batch's share of the global batch's loss, () fp32."""
-        return self.mlm_loss / max(counts.targets, 1) + self.nsp_loss / max(counts.pairs, 1)
+        """This micro-batch's share of the global batch's weighted loss, () fp32."""
+        mlm = counts.mlm_weight * self.mlm_loss / max(counts.targets, 1)
+        return mlm + counts.nsp_weight * self.nsp_loss / max(counts.pairs, 1)
 
 
 class Layer(nn.Module):

@@ -34,6 +34,7 @@ def identity(plan: Plan) -> dict[str, Any]:
                 "shards": manifest_hash(data.loader.folder),
                 "masks": data.phase.masks,
                 "spread_positions": data.phase.spread_positions,
+                "loss_weights": [data.phase.mlm_weight, data.phase.nsp_weight],
                 "global_batch": data.global_batch,
                 "batch_warmup": [[stage.steps, stage.global_batch] for stage in data.phase.batch_warmup],
             }
@@ -86,6 +87,11 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
             f"spread_positions of phase {a['name']} was {a.get('spread_positions')}"
             for a, b in pairs
             if a.get("spread_positions") != b.get("spread_positions")
+        ]
+        different += [
+            f"mlm_weight, nsp_weight of phase {b['name']} were {a.get('loss_weights', [1, 1])}, now {b['loss_weights']}"
+            for a, b in pairs
+            if a.get("loss_weights", [1, 1]) != b["loss_weights"]
         ]
         before, now = pairs[-1]
         goes_on = state["phase_step"] < phases[state["phase"]].steps

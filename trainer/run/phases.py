@@ -17,6 +17,7 @@ from trainer.data.remote import is_remote
 from trainer.data.spread import Spread
 from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, resolve
 from trainer.errors import PassingError, TrainerError
+from trainer.model.batch import GlobalCounts
 from trainer.model.bert import ModelConfig
 from trainer.ranks.world import World
 from trainer.run.config import Config
@@ -38,6 +39,10 @@ class PhaseData:
     def batch(self, taken: int) -> tuple[int, int]:
         """``(global batch, micro-batches per rank)`` of the step after ``taken`` steps of the phase."""
         return batch_at(self.phase, taken + 1, self.loader.ranks)
+
+    def weighted(self, counts: GlobalCounts) -> GlobalCounts:
+        """The counts of a step, with the phase's weights of the two losses."""
+        return replace(counts, mlm_weight=self.phase.mlm_weight, nsp_weight=self.phase.nsp_weight)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,10 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         problems.append(
             f"{where}.heldout: its pairs are {tasks[-1]} but those of the training shards are {tasks[0]}, "
             "another task: name held-out shards built with the same --pairs"
+        )
+    if tasks[0] == "single" and phase.mlm_weight == 0:
+        problems.append(
+            f"{where}.mlm_weight is 0, but the shards have no sentence pairs and so no other loss: raise it"
         )
     sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
     order = Order(sizes, config.run.seed, config.run.shuffle_window)

@@ -223,7 +223,7 @@ def _train(run: Run) -> TrainState:
         with closing(steps):
             for batch in steps:
                 rate, run.border = learning_rate(data.phase, state.phase_step + 1), None
-                result = run.engine.step(batch.micro_batches, batch.counts, state.attempts, rate)
+                result = run.engine.step(batch.micro_batches, data.weighted(batch.counts), state.attempts, rate)
                 state = run.border = state.after(batch, result.applied)
                 done = state.phase_step == data.phase.steps
                 run.metrics.step(state, batch, result, rate)
