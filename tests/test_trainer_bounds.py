@@ -188,7 +188,8 @@ def test_all_that_is_out_of_range_is_said_at_once(tmp_path: Path) -> None:
     found = judged(tmp_path, values)
     assert isinstance(found, list)
     assert [problem.split(" is ")[0].split(":")[0] for problem in found] == [
-        *("run.ranks", "model.layers", "phases.0.steps, samples, epochs", "phases.0.samples", "optimizer.epsilon")
+        *("run.ranks", "model.layers", "phases.0.steps, samples, epochs, minutes"),
+        *("phases.0.samples", "optimizer.epsilon"),
     ]
 
 

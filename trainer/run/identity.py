@@ -9,6 +9,7 @@ from typing import Any
 
 from data_prep.manifest import MANIFEST, manifest_hash
 from trainer.checkpoint.reading import Checkpoint, named
+from trainer.checkpoint.state import TrainState
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
 from trainer.monitor.journal import JOURNAL
@@ -94,7 +95,8 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
             if a.get("loss_weights", [1, 1]) != b["loss_weights"]
         ]
         before, now = pairs[-1]
-        goes_on = state["phase_step"] < phases[state["phase"]].steps
+        taken = TrainState(phase_step=state["phase_step"], milliseconds=state.get("milliseconds", 0))
+        goes_on = not taken.finished(phases[state["phase"]])
         if goes_on and before["global_batch"] != now["global_batch"]:  # perhaps by other ranks
             batches = f"was {before['global_batch']}, now {now['global_batch']}"
             different.append(f"global batch of phase {now['name']} {batches}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,12 +11,13 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.tokenizer import Tokenizer, load_proven
+from trainer.checkpoint.state import TrainState
 from trainer.data.cache import Cache, open_cache
 from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order, largest_window
 from trainer.data.remote import is_remote
 from trainer.data.spread import Spread
-from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, resolve
+from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, resolve, samples_in
 from trainer.errors import PassingError, TrainerError
 from trainer.model.batch import GlobalCounts
 from trainer.model.bert import ModelConfig
@@ -45,12 +47,31 @@ class PhaseData:
         return replace(counts, mlm_weight=self.phase.mlm_weight, nsp_weight=self.phase.nsp_weight)
 
 
+def remaining(phases: Sequence[PhaseData], state: TrainState) -> tuple[int, float]:
+    """What a run has left after ``state``: samples of the phases counted in steps, seconds of those with minutes."""
+    samples, seconds = 0, 0.0
+    for data in phases[state.phase :]:
+        phase = data.phase
+        if phase.minutes is not None:
+            seconds += max(0.0, 60 * phase.minutes - state.milliseconds / 1000)
+        else:
+            ends, taken = (samples_in(phase, steps, data.global_batch) for steps in (phase.steps, state.phase_step))
+            samples += max(0, ends - taken)
+        state = replace(state, phase_step=0, milliseconds=0)
+    return samples, seconds
+
+
 @dataclass(frozen=True)
 class Plan:
     """A run with every phase resolved. Everything after :func:`open_phases` uses this configuration and no other."""
 
     config: Config  # the length of each phase is in steps, and its rates are for its batch
     phases: tuple[PhaseData, ...]  # the same phases with their shards
+
+    @property
+    def timed(self) -> list[str]:
+        """The names of the phases that end by time."""
+        return [phase.name for phase in self.config.phases if phase.minutes is not None]
 
 
 def open_phases(config: Config, world: World) -> Plan:
