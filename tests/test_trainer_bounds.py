@@ -144,6 +144,7 @@ def test_every_number_has_a_range(tmp_path: Path, key: str, value: float) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"model.gelu": "9" * 3000}, "model.gelu is '99999"),
         ({"model.layers": 2**63}, "model.layers is 9223372036854775808: must be 1,000 or less"),
         ({"run.shuffle_window": 2**63}, "run.shuffle_window is 9223372036854775808: must be 1,048,576 or less"),
         ({"optimizer.weight_decay": 1e308}, "optimizer.weight_decay is 1e+308: must be 10 or less"),
@@ -187,7 +188,8 @@ def test_all_that_is_out_of_range_is_said_at_once(tmp_path: Path) -> None:
     found = judged(tmp_path, values)
     assert isinstance(found, list)
     assert [problem.split(" is ")[0].split(":")[0] for problem in found] == [
-        *("run.ranks", "model.layers", "phases.0.steps, samples, epochs", "phases.0.samples", "optimizer.epsilon")
+        *("run.ranks", "model.layers", "phases.0.steps, samples, epochs, minutes"),
+        *("phases.0.samples", "optimizer.epsilon"),
     ]
 
 

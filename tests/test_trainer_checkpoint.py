@@ -395,7 +395,8 @@ def record() -> tuple[dict[str, Any], tuple[Phase, ...]]:
     identity = {
         **{"seed": 1, "shuffle_window": 8, "optimizer": "lamb", "model": {"hidden": 16, "heads": 2}},
         "phases": [
-            {"name": n, "shards": f"hash of {n}", "masks": "static", "global_batch": 8, "batch_warmup": [[60, 4]]}
+            {"name": n, "shards": f"hash of {n}", "masks": "static", "loss_weights": [1.0, 1.0]}
+            | {"global_batch": 8, "batch_warmup": [[60, 4]]}
             for n in "abc"
         ],
     }
@@ -420,6 +421,11 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str | None]] = {
         lambda ours: ours["phases"][1].update(spread_positions=64),
         "spread_positions of phase b was None",
     ),
+    "weights of the losses": (
+        lambda ours: ours["phases"][1].update(loss_weights=[1.0, 0.25]),
+        r"mlm_weight, nsp_weight of phase b were \[1.0, 1.0\], now \[1.0, 0.25\]",
+    ),
+    "weights of the losses in a later phase": (lambda ours: ours["phases"][2].update(loss_weights=[0.0, 1.0]), None),
     "batch of a phase that goes on": (
         lambda ours: ours["phases"][1].update(global_batch=4),
         "global batch of phase b was 8, now 4",
@@ -459,11 +465,11 @@ def test_a_resume_refuses_what_would_break_it_and_nothing_else(
     assert "\n" not in str(error.value)
 
 
-def test_a_checkpoint_from_before_batch_warm_up_resumes(record: tuple[dict[str, Any], tuple[Phase, ...]]) -> None:
+def test_a_checkpoint_from_before_these_keys_resumes(record: tuple[dict[str, Any], tuple[Phase, ...]]) -> None:
     saved, phases = record
     ours = json.loads(json.dumps(saved["identity"]))
     for phase in saved["identity"]["phases"]:
-        del phase["batch_warmup"]
+        del phase["batch_warmup"], phase["loss_weights"]
     with pytest.raises(TrainerError, match="batch_warmup of phase b was not set, now 60 steps of 4"):
         require_same_run(saved, ours, phases, Path("step"))
     ours["phases"][1]["batch_warmup"] = []

@@ -73,8 +73,8 @@ def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
         ("phases.0.steps=1e6", "phases.0.steps: expected a whole number, found str '1e6'"),
         ("phases.0.steps=true", "phases.0.steps: expected a whole number, found bool True"),
         ("phases.0.steps=-1", "phases.0.steps is -1: must be 1 or more"),
-        ("phases.0.steps=0", "phases.0.steps, samples, epochs: set exactly one of them"),
-        ("phases.0.epochs=3", "phases.0.steps, samples, epochs: set exactly one of them"),
+        ("phases.0.steps=0", "phases.0.steps, samples, epochs, minutes: set exactly one of them"),
+        ("phases.0.epochs=3", "phases.0.steps, samples, epochs, minutes: set exactly one of them"),
         ("phases.0.decay=cosine", "phases.0.decay: 'cosine' is not one of polynomial, exponential"),
         ("phases.0.decay=exponential", "phases.0.decay_rate, decay_steps: set both for decay: exponential"),
         ("metrics.linger_seconds=-1", "metrics.linger_seconds is -1.0: must be 0 or more"),
@@ -137,7 +137,7 @@ def test_a_required_key_is_missed(tmp_path: Path) -> None:
     assert problems(tmp_path, text=text) == missing
     text = MINIMAL.replace(", steps: 100, learning_rate: 1e-4", "")
     assert problems(tmp_path, text=text) == [
-        "phases.0.steps, samples, epochs: set exactly one of them, the length of the phase",
+        "phases.0.steps, samples, epochs, minutes: set exactly one of them, the length of the phase",
         "phases.0.learning_rate is 0.0: must be above 0",
     ]
 

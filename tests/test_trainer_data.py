@@ -98,6 +98,15 @@ def test_held_out_pairs_of_another_task_are_refused(
     open_phases(config(tiny_model, phase(own_shards, heldout=str(other))), WORLD)
 
 
+def test_shards_without_pairs_need_a_weight_of_the_mlm_loss(own_shards: Path, tiny_model: ModelConfig) -> None:
+    open_phases(config(tiny_model, phase(own_shards, mlm_weight=0)), WORLD)
+    rewrite(own_shards, '"pairs": "nsp"', '"pairs": "single"')
+    assert problems(tiny_model, phase(own_shards, mlm_weight=0)) == [
+        "phases.0.mlm_weight is 0, but the shards have no sentence pairs and so no other loss: raise it"
+    ]
+    open_phases(config(tiny_model, phase(own_shards, nsp_weight=0)), WORLD)
+
+
 # ---- new masks -----------------------------------------------------------------------------------------------
 
 

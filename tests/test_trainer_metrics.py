@@ -55,7 +55,15 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def metrics(folder: Path, config: MetricsConfig = QUIET) -> Metrics:
-    subject = Subject("tests", folder, TINY, target_steps=1000, target_samples=8000, checkpoint_steps=50, clipping=5.0)
+    subject = Subject(
+        "tests",
+        folder,
+        TINY,
+        target_steps=1000,
+        remaining=lambda state: (8000 - state.samples, 0.0),
+        checkpoint_steps=50,
+        clipping=5.0,
+    )
     return Metrics(config, subject, ALONE, Stopwatch(ALONE.device))
 
 
@@ -242,14 +250,14 @@ def test_heldout_figures_and_checkpoints_are_published(tmp_path: Path, capsys: p
 def test_the_time_left_is_that_of_the_samples_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two steps of 8 samples took 4 s each: the other 8,000 samples take 4,000 s, in however many steps."""
+    """Two steps of 8 samples took 4 s each: the other 8,000 samples take 4,000 s, and another phase 100 s."""
     told = metrics(tmp_path, replace(QUIET, log_every_steps=2, print_seconds=0))
-    told.subject = replace(told.subject, target_steps=12, target_samples=8016)
+    told.subject = replace(told.subject, target_steps=12, remaining=lambda state: (8016 - state.samples, 100.0))
     clock = iter([4.0, 8.0, 8.0])
     told._clock = 0.0
     monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(clock))
     train(told, 2)
-    assert "left 66:40" in capsys.readouterr().out
+    assert "left 68:20" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_failed_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

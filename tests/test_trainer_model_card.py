@@ -79,6 +79,21 @@ def card(found: Checkpoint, folder: Path, *stated: str | None) -> tuple[dict[str
     return yaml.safe_load(front), rest
 
 
+def test_a_phase_that_ends_by_time_is_told_by_its_minutes(found: Checkpoint, tmp_path: Path) -> None:
+    """Its evaluations name their phase, since nobody knows at which step it ends."""
+    first, second = found.record["config"]["phases"]
+    first |= {"minutes": 20.0, "warmup_minutes": 2.5, "steps": 0, "batch_warmup": []}
+    journal(found.folder.parent)
+    path = found.folder.parent / "metrics.jsonl"
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [line | ({"phase": int(line["step"] > 11)} if line["event"] == "heldout" else {}) for line in told]
+    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    _, text = card(found, tmp_path / "out")
+    assert "| only | 32 | 20 minutes | 30 | 0.01 | 2.5 minutes | polynomial, power 1 |" in text
+    assert "| second | 16 | 5 of 10 |" in text
+    assert "| only | 11 |" in text and "| second | 12 |" in text
+
+
 def test_it_tells_data_recipe_figures_and_time(found: Checkpoint, tiny_shards: Path, tmp_path: Path) -> None:
     journal(found.folder.parent)
     front, text = card(found, tmp_path / "out", "apache-2.0", "en")

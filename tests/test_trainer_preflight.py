@@ -140,7 +140,9 @@ def trial(path: Path, *options: str) -> tuple[int, str]:
 def test_alone_it_counts_the_ranks_of_the_host_file(tiny_shards: Path, tmp_path: Path) -> None:
     hosts, path = tmp_path / "hosts", write_config(tmp_path, tiny_shards, 4, run={"ranks": 16})
     hosts.write_text("node-0 slots=8\nnode-1 slots=8\n")
-    code, said = trial(path, "--hostfile", str(hosts))
+    budget = ("--set", "phases.0.minutes=20", "--set", "phases.0.steps=0")
+    code, said = trial(path, "--hostfile", str(hosts), *budget)
+    assert "phase only: 20 minutes of training: 30 per step\n" in said
     assert code == 0 and said.splitlines()[-1] == "lambert: ready", said
     code, said = trial(path, "--hostfile", str(hosts), "--set", "run.ranks=8")
     assert code == 2 and "16 rank(s) were started but run.ranks is 8" in said

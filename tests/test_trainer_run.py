@@ -81,6 +81,32 @@ def test_the_first_loss_is_that_of_the_seeds_weights_and_dropout(plain: Path) ->
     assert losses(plain.parent / "run")[0] == pytest.approx(by_hand, rel=1e-5)
 
 
+@pytest.mark.parametrize(("mlm", "nsp"), [(0.25, 3.0), (1.0, 0.0), (0.0, 1.0)])
+def test_weights_change_the_gradient_and_not_the_reported_losses(
+    plain: Path, tmp_path: Path, mlm: float, nsp: float
+) -> None:
+    """The gradient by hand; with a weight of 0 and no weight decay, the head of that loss keeps its weights."""
+    weights = (f"phases.0.mlm_weight={mlm}", f"phases.0.nsp_weight={nsp}", "optimizer.weight_decay=0")
+    code, said = train(plain, f"run.folder={tmp_path / 'run'}", "phases.0.steps=2", *weights)
+    assert code == 0, said
+    first, theirs = lines(tmp_path / "run", "step")[0], lines(plain.parent / "run", "step")[0]
+    assert [first[name] for name in ("loss", "mlm_loss", "nsp_loss")] == pytest.approx(
+        [theirs[name] for name in ("loss", "mlm_loss", "nsp_loss")], rel=1e-6
+    )
+    config = load(plain)
+    [data] = open_phases(config, World(0, 1, 0, 1, CPU)).phases
+    step, model = data.loader.read(data.order, 0, *data.batch(0)), Bert(config.model, config.run.seed)
+    for batch in step.micro_batches:
+        out = model(batch, token_keys(config.run.seed, 0, batch.samples, batch.positions, batch.cu_seqlens))
+        loss = mlm / step.counts.targets * out.mlm_loss + nsp / step.counts.pairs * out.nsp_loss
+        torch.autograd.backward(loss)
+    norm = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+    assert first["gradient_norm"] == pytest.approx(norm, rel=1e-5)
+    trained, start = load_weights(find(tmp_path / "run")), Bert(config.model, config.run.seed).state_dict()
+    kept = {name.split("_")[0] for name in start if torch.equal(trained[name], start[name])}
+    assert kept == ({"mlm", "decoder"} if mlm == 0 else {"nsp", "pooler"} if nsp == 0 else set())
+
+
 def test_the_optimizer_and_the_saver_do_as_they_are_told(plain: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     code, said = train(plain, f"run.folder={run}", "optimizer.weight_decay=0.5", "checkpoint.keep=1")

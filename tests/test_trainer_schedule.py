@@ -310,16 +310,18 @@ def test_what_cannot_be_is_told_at_once() -> None:
         "p", "s", 8, 0, 1.0, 1, 1, samples=0, epochs=0, reference_batch=0, start_learning_rate=2, warmup_steps=1
     )
     assert [line.split(" is ")[0].split(":")[0] for line in phase.problems()] == [
-        *("steps, samples, epochs", "samples", "reference_batch", "epochs", "start_learning_rate"),
+        *("steps, samples, epochs, minutes", "samples", "reference_batch", "epochs", "start_learning_rate"),
     ]
 
 
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({}, "steps, samples, epochs: set exactly one of them"),
-        ({"steps": 5, "epochs": 2.0}, "steps, samples, epochs: set exactly one of them"),
-        ({"samples": 5, "epochs": 2.0}, "steps, samples, epochs: set exactly one of them"),
+        ({}, "steps, samples, epochs, minutes: set exactly one of them"),
+        ({"steps": 5, "mlm_weight": 0.0, "nsp_weight": 0.0}, "mlm_weight, nsp_weight are both 0: raise one of them"),
+        ({"steps": 5, "nsp_weight": -1.0}, "nsp_weight is -1.0: must be 0 or more"),
+        ({"steps": 5, "epochs": 2.0}, "steps, samples, epochs, minutes: set exactly one of them"),
+        ({"samples": 5, "epochs": 2.0}, "steps, samples, epochs, minutes: set exactly one of them"),
         ({"steps": 5, "decay_rate": 0.9}, "decay_rate, decay_steps: set both for decay: exponential"),
         ({"steps": 5, "decay": "exponential"}, "decay_rate, decay_steps: set both"),
         ({"steps": 5, "decay": "exponential", "decay_steps": 3}, "decay_rate, decay_steps: set both"),

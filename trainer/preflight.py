@@ -84,8 +84,10 @@ def _try_all(plan: Plan, world: World, hosts: Path | None) -> None:
 def _say_phase(data: PhaseData) -> None:
     phase = data.phase
     stages = "".join(f"{stage.steps:,} steps of {stage.global_batch:,}, then " for stage in phase.batch_warmup)
-    samples = samples_in(phase, phase.steps, data.global_batch)
-    say(f"phase {phase.name}: {phase.steps:,} steps, {samples:,} samples: {stages}{data.global_batch:,} per step")
+    length = f"{phase.steps:,} steps, {samples_in(phase, phase.steps, data.global_batch):,} samples"
+    if phase.minutes is not None:
+        length = f"{phase.minutes:g} minutes of training"
+    say(f"phase {phase.name}: {length}: {stages}{data.global_batch:,} per step")
 
 
 def _slots(hosts: Path | None) -> int | None:

@@ -48,7 +48,9 @@ class Bench:
         self.world, self.watches = world, {True: Stopwatch(world.device), False: Silent(world.device)}
         self.engine = Engine(EngineConfig(), Bert(model, 1), OptimizerConfig(), world, 1, self.watches[True])
         config = MetricsConfig(port=None, tensorboard=True)
-        self.metrics = Metrics(config, Subject("overhead", folder, model, 10**6, 10**6, 100), world, self.watches[True])
+        self.metrics = Metrics(
+            config, Subject("overhead", folder, model, 10**6, lambda state: (0, 0.0), 100), world, self.watches[True]
+        )
         batch = micro_batch(LENGTHS[world.device.type], model)
         sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
         counts = GlobalCounts(*(world.size * size for size in sizes))

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.checkpoint.reading import Checkpoint
 from trainer.checkpoint.state import TrainState
-from trainer.engine.schedule import BatchStage, Phase, learning_rate
+from trainer.engine.schedule import BatchStage, Phase
 
 Changes = dict[str, tuple[Any, Any]]  # key: its value in the checkpoint, and its value now
 SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation")  # sections that affect how a run continues
@@ -54,7 +54,7 @@ def since(saved: Setup, ours: Setup, state: TrainState) -> Changes:
     """The settings that change when a run resumes from ``state``, and last the next step's learning rate. Pure."""
     found = differing(saved.deciding(state.phase), ours.deciding(state.phase))
     if state.entering(tuple(ours.phases)).phase == state.phase < len(ours.phases):
-        before, now = (learning_rate(own.phases[state.phase], state.phase_step + 1) for own in (saved, ours))
+        before, now = (state.rate(own.phases[state.phase]) for own in (saved, ours))
         found |= {RATE: (before, now)} if before != now else {}
     return found
 

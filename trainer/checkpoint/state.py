@@ -8,7 +8,7 @@ from data_prep.json_text import shown
 from trainer.checkpoint.reading import Checkpoint
 from trainer.data.loader import StepBatch
 from trainer.engine.loss_scale import POWERS_OF_TWO
-from trainer.engine.schedule import Phase
+from trainer.engine.schedule import Phase, learning_rate
 from trainer.errors import TrainerError
 
 
@@ -25,6 +25,17 @@ class TrainState:
     tokens: int = 0  # valid tokens in those samples
     skipped: int = 0  # steps skipped because gradients overflowed
     restarts: int = 0
+    milliseconds: int = 0  # training time in this phase, if the phase ends by time; by rank 0's clock
+
+    def rate(self, phase: Phase) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(phase, self.phase_step + 1, self.milliseconds / 1000)
+
+    def finished(self, phase: Phase) -> bool:
+        """Whether the phase, which is the current one, is over."""
+        if phase.minutes is not None:
+            return self.milliseconds >= 60_000 * phase.minutes
+        return self.phase_step >= phase.steps
 
     def after(self, batch: StepBatch, applied: bool) -> TrainState:
         """The state after a step. A step that overflowed advances only the data position and the step attempts."""
@@ -46,10 +57,11 @@ class TrainState:
         once.
         """
         state = self
-        while state.phase < len(phases) and state.phase_step >= phases[state.phase].steps:
+        while state.phase < len(phases) and state.finished(phases[state.phase]):
             ended, ahead = phases[state.phase], phases[state.phase + 1 : state.phase + 2]
             goes_on = [phase.train for phase in ahead] == [ended.train]
-            state = replace(state, phase=state.phase + 1, phase_step=0, position=state.position if goes_on else 0)
+            position = state.position if goes_on else 0
+            state = replace(state, phase=state.phase + 1, phase_step=0, milliseconds=0, position=position)
         return state
 
 
@@ -57,7 +69,8 @@ def state_of(found: Checkpoint) -> TrainState:
     """The state in a checkpoint's record. Raises TrainerError if a run cannot resume from that record."""
     record, names = found.record, {field.name for field in fields(TrainState)}
     try:
-        counts = {name: record["state"][name] for name in names}
+        state = {"milliseconds": 0} | record["state"]  # a checkpoint from before this key has none
+        counts = {name: state[name] for name in names}
         counts |= {"good_steps": record["loss_scale"]["good_steps"], "steps": record["optimizer"]["steps"]}
         phases, scale = record["identity"]["phases"], record["loss_scale"]["scale"]
         figures = record.get("heldout", {})

@@ -50,7 +50,8 @@ class Journalled:
                 self.facts = {key: str(value) for key, value in record.items()}
                 self.attempts[-1] = (int(record["ranks"]), {})
             case "heldout" if record["step"] <= step:
-                self.heldout[min(bisect_left(ends, record["step"]), len(ends) - 1)] = record
+                phase = record.get("phase", bisect_left(ends, record["step"]))  # absent in an old journal
+                self.heldout[min(phase, len(ends) - 1)] = record
         if "spent" in record and self.attempts:
             self.attempts[-1] = (self.attempts[-1][0], record["spent"])
 
@@ -174,12 +175,16 @@ def _recipe(record: dict[str, Any]) -> str:
     for number, (phase, known) in enumerate(zip(config["phases"], record["identity"]["phases"], strict=False)):
         if number > state["phase"]:
             break
+        minutes, warmup = phase.get("minutes"), f"{phase['warmup_steps']:,}"
         taken = phase["steps"] if number < state["phase"] else state["phase_step"]
+        steps = f"{taken:,} of {phase['steps']:,}"
+        if minutes is not None:
+            steps, warmup = f"{minutes:g} minutes", f"{phase['warmup_minutes']:g} minutes"
         decay = f"{phase['decay']}, power {phase['power']:g}" if phase["decay"] == "polynomial" else phase["decay"]
-        rate = (f"{phase['learning_rate']:.4g}", f"{phase['warmup_steps']:,}", decay)
+        rate = (f"{phase['learning_rate']:.4g}", warmup, decay)
         batches = [*(stage["global_batch"] for stage in phase.get("batch_warmup", ())), known["global_batch"]]
         batch = " → ".join(map(str, batches))
-        rows.append((phase["name"], phase["sequence_length"], f"{taken:,} of {phase['steps']:,}", batch, *rate))
+        rows.append((phase["name"], phase["sequence_length"], steps, batch, *rate))
     optimizer = ", ".join(f"{k} {v}" for k, v in config["optimizer"].items() if k != "name" and v is not None)
     model = config["model"]
     return "\n\n".join(

@@ -12,6 +12,7 @@ from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_SAMPLES, MOST_STEPS, out
 
 MOST_TOKENS = 2**31  # in a micro-batch: kernels count them in 32 bits
 MOST_PARTS = 2**17  # micro-batches of all ranks in one step
+MOST_MINUTES = 10**6  # almost two years
 MOST_PASSES = 100  # passes over the shards in one step
 
 
@@ -32,8 +33,8 @@ class Phase:
     """One part of a run, at one sequence length. A run is a list of phases; moments carry over from one to the next.
 
     Set two of ``global_batch``, ``micro_batch`` and ``accumulation``; the third follows from the number of ranks
-    (see :func:`batch_of`). Set one of ``steps``, ``samples`` and ``epochs``; once the shards are open,
-    :func:`resolve` turns it into steps.
+    (see :func:`batch_of`). Set one of ``steps``, ``samples``, ``epochs`` and ``minutes``; once the shards are open,
+    :func:`resolve` turns samples and epochs into steps.
     """
 
     name: str  # names the phase in logs and checkpoints; each phase has its own
@@ -48,9 +49,12 @@ class Phase:
     batch_warmup: tuple[BatchStage, ...] = ()
     samples: int | None = None  # sequences to train on, rounded up to whole steps
     epochs: float | None = None  # passes over the training shards, rounded up to whole steps
+    # minutes of training, in place of steps; the learning rate follows the time, so two runs do not give equal bits
+    minutes: float | None = None
     # the global batch for which the rates are given; for another one they scale with the square root of the ratio
     reference_batch: int | None = None
     warmup_steps: int = 0  # steps over which the rate rises to learning_rate
+    warmup_minutes: float = 0.0  # the same in minutes of training, for a phase with minutes
     warmup_power: float = 1.0  # exponent of the warm-up; 1 is linear
     start_learning_rate: float = 0.0  # learning rate at the start of the warm-up
     decay: Literal["polynomial", "exponential"] = "polynomial"  # how the rate falls after the warm-up
@@ -58,6 +62,8 @@ class Phase:
     decay_rate: float | None = None  # exponential decay: factor by which the rate falls every decay_steps
     decay_steps: int | None = None  # exponential decay: steps in which the rate falls by the factor decay_rate
     end_learning_rate: float = 0.0  # learning rate that either decay approaches and never falls below
+    mlm_weight: float = 1.0  # weight of the MLM loss in the loss that is optimized; reported losses are not weighted
+    nsp_weight: float = 1.0  # the same for the NSP loss
     heldout: str | None = None  # held-out shards, a folder or an address, evaluated during the phase
     # static: the masks stored in the training shards; dynamic: new masks in each epoch, drawn the same way
     masks: Literal["static", "dynamic"] = "static"
@@ -71,8 +77,9 @@ class Phase:
         stated = [self.global_batch, self.micro_batch, self.accumulation]
         if sum(value is not None for value in stated) != 2:
             found.append("global_batch, micro_batch, accumulation: set exactly two of them; the third follows")
-        if sum([self.steps != 0, self.samples is not None, self.epochs is not None]) != 1:
-            found.append("steps, samples, epochs: set exactly one of them, the length of the phase")
+        lengths = [self.samples, self.epochs, self.minutes]
+        if (self.steps != 0) + sum(length is not None for length in lengths) != 1:
+            found.append("steps, samples, epochs, minutes: set exactly one of them, the length of the phase")
         found += outside(
             self,
             sequence_length=(1, 2**16),
@@ -91,7 +98,9 @@ class Phase:
             )
         if self.steps < 0:
             found.append(f"steps is {shown(self.steps)}: must be 1 or more")
-        found += outside(self, steps=(-math.inf, MOST_STEPS), epochs=(ABOVE_0, MOST_STEPS))
+        found += outside(
+            self, steps=(-math.inf, MOST_STEPS), epochs=(ABOVE_0, MOST_STEPS), minutes=(ABOVE_0, MOST_MINUTES)
+        )
         found += self._batch_warmup_problems()
         return found + self._rate_problems() + self._warmup_problems() + self._decay_problems()
 
@@ -116,7 +125,9 @@ class Phase:
         return found
 
     def _rate_problems(self) -> list[str]:
-        found = outside(self, learning_rate=(ABOVE_0, 100))
+        found = outside(self, learning_rate=(ABOVE_0, 100), mlm_weight=(0, 1000), nsp_weight=(0, 1000))
+        if self.mlm_weight == self.nsp_weight == 0:
+            found.append("mlm_weight, nsp_weight are both 0: raise one of them, or nothing is learned")
         for name in ("start_learning_rate", "end_learning_rate"):
             if not 0 <= getattr(self, name) <= self.learning_rate:
                 bounds = f"0 and learning_rate ({self.learning_rate})"
@@ -130,10 +141,16 @@ class Phase:
             found.append(f"warmup_steps is {shown(self.warmup_steps)}: must be between {most}")
         else:
             found += outside(self, warmup_steps=(0, MOST_STEPS))
+        if self.minutes is not None and self.warmup_steps > 0:
+            found.append("warmup_steps counts steps, but minutes sets the length: set warmup_minutes in its place")
+        if self.minutes is None and self.warmup_minutes != 0:
+            found.append("warmup_minutes needs minutes, but the phase has none: set warmup_steps in its place")
+        elif self.minutes is not None and not 0 <= self.warmup_minutes <= self.minutes:
+            found.append(f"warmup_minutes is {self.warmup_minutes}: must be between 0 and minutes ({self.minutes})")
         found += outside(self, warmup_power=(ABOVE_0, 20))  # a step count to this power still fits a float
         if (
             self.warmup_power > 0
-            and self.warmup_steps == 0
+            and self.warmup_steps == self.warmup_minutes == 0
             and (self.start_learning_rate, self.warmup_power) != (0.0, 1.0)
         ):
             found.append("start_learning_rate, warmup_power need a warm-up, but warmup_steps is 0: remove them")
@@ -146,6 +163,8 @@ class Phase:
             found.append("decay_rate, decay_steps: set both for decay: exponential, and neither for any other decay")
         if self.decay_rate is not None and not 0 < self.decay_rate <= 1:
             found.append(f"decay_rate is {self.decay_rate}: must be above 0, and 1 or less")
+        if exponential and self.minutes is not None:
+            found.append("decay is exponential, which counts steps, but minutes sets the length: use polynomial")
         if exponential and self.power != Phase.power:
             found.append("power is for decay: polynomial, but decay is exponential: remove it")
         return found
@@ -239,7 +258,7 @@ def _steps_for(phase: Phase, samples: int, global_batch: int) -> int:
     return steps + -(-samples // global_batch)
 
 
-def learning_rate(phase: Phase, step: int) -> float:
+def learning_rate(phase: Phase, step: int, seconds: float = 0.0) -> float:
     """The rate of step 1 … ``phase.steps``: warm-up from ``start`` to ``peak``, then decay towards ``end``.
 
     warm-up      start + (peak - start) · (step / warmup_steps) ** warmup_power
@@ -249,7 +268,11 @@ def learning_rate(phase: Phase, step: int) -> float:
     The polynomial decay counts from the phase's start, not from the end of the warm-up, as in google-research/bert and
     NVIDIA's BERT. The exponential decay is DeepSpeed's (bing_bert, ``warmup_exp_decay_exp``). To reproduce it, use a
     warm-up of power 2, set ``start`` and ``end`` to its ``lr_offset``, and ``peak`` to its rate plus that offset.
+
+    In a phase with ``minutes``, both follow the ``seconds`` of training in that phase in place of steps.
     """
+    if phase.minutes is not None:
+        return _rate_at(phase, phase.minutes, seconds / 60)
     if step <= phase.warmup_steps:
         span, power = phase.learning_rate - phase.start_learning_rate, phase.warmup_power
         return float(phase.start_learning_rate + span * step**power / phase.warmup_steps**power)
@@ -258,4 +281,13 @@ def learning_rate(phase: Phase, step: int) -> float:
         left = phase.decay_rate ** ((step - 1 - phase.warmup_steps) / phase.decay_steps)
     else:
         left = (1.0 - (step - 1) / phase.steps) ** phase.power
+    return float(phase.end_learning_rate + (phase.learning_rate - phase.end_learning_rate) * left)
+
+
+def _rate_at(phase: Phase, length: float, elapsed: float) -> float:
+    """The rate of a phase of ``length`` minutes after ``elapsed`` minutes."""
+    if elapsed < phase.warmup_minutes:
+        span = phase.learning_rate - phase.start_learning_rate
+        return float(phase.start_learning_rate + span * (elapsed / phase.warmup_minutes) ** phase.warmup_power)
+    left = max(0.0, 1.0 - elapsed / length) ** phase.power
     return float(phase.end_learning_rate + (phase.learning_rate - phase.end_learning_rate) * left)

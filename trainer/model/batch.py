@@ -57,9 +57,14 @@ class MicroBatch(Rows):
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Counts over the global batch that a step's losses are divided by, known before its first forward pass."""
+    """Counts over the global batch that a step's losses are divided by, known before its first forward pass.
+
+    The weights apply only to the loss that is optimized, not to the losses that are reported.
+    """
 
     targets: int  # masked positions
     pairs: int  # sentence pairs; 0 if the data have no second task
     tokens: int  # valid tokens
     squares: int  # sum of squared sequence lengths, which determines the cost of attention
+    mlm_weight: float = 1.0  # of the MLM loss
+    nsp_weight: float = 1.0  # of the NSP loss

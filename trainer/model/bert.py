@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data_prep.json_text import shown
 from data_prep.tokenizer import MOST_PIECES
 from kernels.attention import attention
 from kernels.bias_gelu import APPROXIMATIONS, bias_gelu
@@ -97,7 +98,7 @@ class ModelConfig:
         if self.heads > 0 and self.hidden % self.heads:
             found.append(f"hidden is {self.hidden}; it must be a multiple of heads, {self.heads}")
         if self.gelu not in APPROXIMATIONS:
-            found.append(f"gelu is {self.gelu!r}; it must be one of {', '.join(APPROXIMATIONS)}")
+            found.append(f"gelu is {shown(self.gelu)}; it must be one of {', '.join(APPROXIMATIONS)}")
         return found
 
 
@@ -113,8 +114,9 @@ class Output(NamedTuple):
     nsp_correct: Tensor  # () int64
 
     def mean(self, counts: GlobalCounts) -> Tensor:
-        """This micro-batch's share of the global batch's loss, () fp32."""
-        return self.mlm_loss / max(counts.targets, 1) + self.nsp_loss / max(counts.pairs, 1)
+        """This micro-batch's share of the global batch's weighted loss, () fp32."""
+        mlm = counts.mlm_weight * self.mlm_loss / max(counts.targets, 1)
+        return mlm + counts.nsp_weight * self.nsp_loss / max(counts.pairs, 1)
 
 
 class Layer(nn.Module):

@@ -71,8 +71,8 @@ class Subject:
     name: str
     folder: Path
     model: ModelConfig
-    target_steps: int
-    target_samples: int
+    target_steps: int | None  # None: unknown, because a phase ends by time
+    remaining: Callable[[TrainState], tuple[int, float]]  # samples left, and seconds of training on top of them
     checkpoint_steps: int  # steps between two checkpoints
     clipping: float = 0.0  # upper bound of the gradient norm; 0: none
 
@@ -116,7 +116,8 @@ class Metrics:
         self._printed, self._waited, self._tokens, self._known_steps = 0.0, 0.0, 0, 0
         self._outlets: list[Callable[[list[Record]], None]] = []
         if world.is_main:
-            self.exporter("target_steps").set(subject.target_steps)
+            if subject.target_steps is not None:
+                self.exporter("target_steps").set(subject.target_steps)
             self.exporter("checkpoint_interval_steps").set(subject.checkpoint_steps)
             self.exporter("peak_flops").set(self._peak_flops())
             path = subject.folder / JOURNAL
@@ -150,6 +151,11 @@ class Metrics:
         """Record the settings that changed since the checkpoint of ``step`` from which the run resumes."""
         if self.world.is_main:
             self._publish([{"event": "changed", "time": time.time(), "step": step, "settings": changes}])
+
+    @property
+    def trained(self) -> float:
+        """Seconds that this process spent in steps, including the wait for data, but no evaluation and no save."""
+        return sum(self.spent[on] for on in ("productive", "rework", "skipped", "data"))
 
     def spend(self, on: str) -> None:
         """Count the time since the last call as spent ``on`` one of SPENT, outside any step."""
@@ -201,7 +207,9 @@ class Metrics:
     def heldout(self, state: TrainState, figures: dict[str, float]) -> None:
         """Publish the metrics of an evaluation on held-out data."""
         if self.world.is_main:
-            self._publish([{"event": "heldout", "time": time.time(), "step": state.step, **figures}])
+            self._publish(
+                [{"event": "heldout", "time": time.time(), "step": state.step, "phase": state.phase, **figures}]
+            )
             for series, figure in (("loss", "mask_loss"), ("accuracy_ratio", "mask_accuracy")):
                 if figure in figures:
                     self.exporter(series, "mask", "heldout").set(figures[figure])
@@ -281,11 +289,12 @@ class Metrics:
 
     def _print(self, last: _Pending, records: list[Record]) -> None:
         now = time.perf_counter()
-        if now - self._printed < self.config.print_seconds and last.state.step < self.subject.target_steps:
+        if now - self._printed < self.config.print_seconds and last.state.step != self.subject.target_steps:
             return
         self._printed = now
         seconds = _mean(records, "seconds")
-        left = max(0, self.subject.target_samples - last.state.samples) * seconds / _mean(records, "batch")
+        samples, more = self.subject.remaining(last.state)
+        left = samples * seconds / _mean(records, "batch") + more
         records = [record for record in records if record["applied"]] or records  # a skipped step's loss may be NaN
         tasks = [
             f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "
@@ -300,7 +309,8 @@ class Metrics:
         )
 
     def _say(self, step: int, text: str) -> None:
-        say(f"step {step}/{self.subject.target_steps}  {text}")
+        target = self.subject.target_steps
+        say(f"step {step if target is None else f'{step}/{target}'}  {text}")
 
     def _record(self, pending: _Pending, sums: list[float], norm: float, trust: dict[str, float]) -> Record:
         """The record of one step, with sums over the global batch turned into means. Without pairs there is no NSP."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from data_prep.manifest import MANIFEST, manifest_hash
 from trainer.checkpoint.reading import Checkpoint, named
+from trainer.checkpoint.state import TrainState
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
 from trainer.monitor.journal import JOURNAL
@@ -34,6 +35,7 @@ def identity(plan: Plan) -> dict[str, Any]:
                 "shards": manifest_hash(data.loader.folder),
                 "masks": data.phase.masks,
                 "spread_positions": data.phase.spread_positions,
+                "loss_weights": [data.phase.mlm_weight, data.phase.nsp_weight],
                 "global_batch": data.global_batch,
                 "batch_warmup": [[stage.steps, stage.global_batch] for stage in data.phase.batch_warmup],
             }
@@ -87,8 +89,14 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
             for a, b in pairs
             if a.get("spread_positions") != b.get("spread_positions")
         ]
+        different += [
+            f"mlm_weight, nsp_weight of phase {b['name']} were {a.get('loss_weights', [1, 1])}, now {b['loss_weights']}"
+            for a, b in pairs
+            if a.get("loss_weights", [1, 1]) != b["loss_weights"]
+        ]
         before, now = pairs[-1]
-        goes_on = state["phase_step"] < phases[state["phase"]].steps
+        taken = TrainState(phase_step=state["phase_step"], milliseconds=state.get("milliseconds", 0))
+        goes_on = not taken.finished(phases[state["phase"]])
         if goes_on and before["global_batch"] != now["global_batch"]:  # perhaps by other ranks
             batches = f"was {before['global_batch']}, now {now['global_batch']}"
             different.append(f"global batch of phase {now['name']} {batches}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.tokenizer import Tokenizer, load_proven
+from trainer.checkpoint.state import TrainState
 from trainer.data.cache import Cache, open_cache
 from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order, largest_window
 from trainer.data.remote import is_remote
 from trainer.data.spread import Spread
-from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, resolve
+from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, resolve, samples_in
 from trainer.errors import PassingError, TrainerError
+from trainer.model.batch import GlobalCounts
 from trainer.model.bert import ModelConfig
 from trainer.ranks.world import World
 from trainer.run.config import Config
@@ -39,6 +42,24 @@ class PhaseData:
         """``(global batch, micro-batches per rank)`` of the step after ``taken`` steps of the phase."""
         return batch_at(self.phase, taken + 1, self.loader.ranks)
 
+    def weighted(self, counts: GlobalCounts) -> GlobalCounts:
+        """The counts of a step, with the phase's weights of the two losses."""
+        return replace(counts, mlm_weight=self.phase.mlm_weight, nsp_weight=self.phase.nsp_weight)
+
+
+def remaining(phases: Sequence[PhaseData], state: TrainState) -> tuple[int, float]:
+    """What a run has left after ``state``: samples of the phases counted in steps, seconds of those with minutes."""
+    samples, seconds = 0, 0.0
+    for data in phases[state.phase :]:
+        phase = data.phase
+        if phase.minutes is not None:
+            seconds += max(0.0, 60 * phase.minutes - state.milliseconds / 1000)
+        else:
+            ends, taken = (samples_in(phase, steps, data.global_batch) for steps in (phase.steps, state.phase_step))
+            samples += max(0, ends - taken)
+        state = replace(state, phase_step=0, milliseconds=0)
+    return samples, seconds
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,6 +67,11 @@ class Plan:
 
     config: Config  # the length of each phase is in steps, and its rates are for its batch
     phases: tuple[PhaseData, ...]  # the same phases with their shards
+
+    @property
+    def timed(self) -> list[str]:
+        """The names of the phases that end by time."""
+        return [phase.name for phase in self.config.phases if phase.minutes is not None]
 
 
 def open_phases(config: Config, world: World) -> Plan:
@@ -96,6 +122,10 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         problems.append(
             f"{where}.heldout: its pairs are {tasks[-1]} but those of the training shards are {tasks[0]}, "
             "another task: name held-out shards built with the same --pairs"
+        )
+    if tasks[0] == "single" and phase.mlm_weight == 0:
+        problems.append(
+            f"{where}.mlm_weight is 0, but the shards have no sentence pairs and so no other loss: raise it"
         )
     sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
     order = Order(sizes, config.run.seed, config.run.shuffle_window)

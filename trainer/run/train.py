@@ -13,7 +13,7 @@ from trainer.checkpoint.saving import Saver, stuck_saves
 from trainer.checkpoint.state import TrainState, state_of
 from trainer.console import say, silent, warn
 from trainer.engine.engine import Engine
-from trainer.engine.schedule import learning_rate, samples_in
+from trainer.engine.schedule import Phase
 from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import exit_code, explain
 from trainer.exits import FAILED
@@ -26,7 +26,7 @@ from trainer.run.evaluation import evaluate
 from trainer.run.folder import forget_end, leave_configuration, leave_end, take
 from trainer.run.fresh import build_model, start
 from trainer.run.identity import identity, require_allowed, require_same_run
-from trainer.run.phases import PhaseData, Plan
+from trainer.run.phases import PhaseData, Plan, remaining
 
 
 class Run:
@@ -58,6 +58,7 @@ class Run:
         self.saved = -1  # the step of the newest checkpoint
         self.figures: dict[str, float] = {}  # held-out metrics of this step, if it was evaluated
         self.owes = False  # whether this step still needs its evaluation: a stop saves first
+        self.counted = 0.0  # seconds of training that are in the state of a phase that ends by time, or came before it
         self.reached = ""  # description of the targets that ended the run, once reached
         self.border: TrainState | None = None  # the state that matches the weights; None during a step
 
@@ -75,8 +76,8 @@ class Run:
             self.config.run.name,
             self.folder,
             self.config.model,
-            target_steps=sum(phase.steps for phase in self.config.phases),
-            target_samples=sum(samples_in(data.phase, data.phase.steps, data.global_batch) for data in self.phases),
+            target_steps=None if self.plan.timed else sum(phase.steps for phase in self.config.phases),
+            remaining=partial(remaining, self.phases),
             checkpoint_steps=self.config.checkpoint.every_steps,
             clipping=self.config.optimizer.gradient_clipping,
         )
@@ -108,6 +109,9 @@ class Run:
     def describe(self, state: TrainState) -> None:
         """Report once what actually runs; leave the resolved configuration and the tokenizer in the run's folder."""
         together(lambda: leave_configuration(self.plan) if self.world.is_main else None, self.world)
+        if self.plan.timed:
+            names = ", ".join(self.plan.timed)
+            self.say(f"note: these phases end by time, so repeating or resuming them does not give equal bits: {names}")
         facts, ranks = describe(self.config, self.engine, self.world, self.say), devices(self.world)
         together(lambda: self.metrics.describe(state, facts, ranks), self.world)
 
@@ -153,7 +157,22 @@ class Run:
         """Evaluate the step that the run resumes from, if a stop prevented its evaluation."""
         if self.found is not None and not self.figures:
             phase = self.phases[state.phase]
-            self.evaluate(state, phase, due=state.phase_step == phase.phase.steps)
+            self.evaluate(state, phase, due=state.finished(phase.phase))
+
+    def clocked(self, state: TrainState, phase: Phase) -> TrainState:
+        """Count the training time of a phase that ends by time: at logged steps and before a save, by rank 0's clock.
+
+        The time of evaluations and saves is not training time.
+        """
+        trained = self.metrics.trained
+        logged = state.attempts % self.config.metrics.log_every_steps == 0
+        if phase.minutes is not None and not (logged or state.step % self.config.checkpoint.every_steps == 0):
+            return state
+        if phase.minutes is not None:
+            [spent] = self.stop.sum(round(1000 * (trained - self.counted)) if self.world.is_main else 0)
+            state = replace(state, milliseconds=state.milliseconds + spent)
+        self.counted = trained
+        return state
 
     def entering(self, state: TrainState) -> TrainState:
         """Move the state on to the next phase if one is finished, unless its evaluation is still owed."""
@@ -222,11 +241,12 @@ def _train(run: Run) -> TrainState:
         steps = data.loader.steps(data.order, state.position, *size, run.stop)
         with closing(steps):
             for batch in steps:
-                rate, run.border = learning_rate(data.phase, state.phase_step + 1), None
-                result = run.engine.step(batch.micro_batches, batch.counts, state.attempts, rate)
+                rate, run.border = state.rate(data.phase), None
+                result = run.engine.step(batch.micro_batches, data.weighted(batch.counts), state.attempts, rate)
                 state = run.border = state.after(batch, result.applied)
-                done = state.phase_step == data.phase.steps
                 run.metrics.step(state, batch, result, rate)
+                state = run.border = run.clocked(state, data.phase)
+                done = result.applied and state.finished(data.phase)
                 run.stop.agreed(state.attempts)
                 if result.applied:  # a skipped step consumes its data but changes nothing else
                     run.evaluate(state, data, due=done)
