@@ -45,6 +45,16 @@ def test_a_fitting_run_opens(tiny_shards: Path, tiny_model: ModelConfig) -> None
     assert data.loader.masks is data.heldout.masks is None
 
 
+def test_the_plan_has_the_resolved_phases_alone(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+    given = phase(tiny_shards, steps=0, epochs=2.0, reference_batch=40, warmup_steps=1)
+    plan = open_phases(config(tiny_model, given, replace(given, name="b", steps=7, epochs=None)), WORLD)
+    assert plan.config.phases == tuple(data.phase for data in plan.phases)
+    samples = sum(shard.samples for shard in load_manifest(tiny_shards).shards)
+    assert [each.steps for each in plan.config.phases] == [-(-2 * samples // 10), 7]
+    assert {each.learning_rate for each in plan.config.phases} == {1e-3 / 2}
+    assert all(each.epochs is each.reference_batch is None for each in plan.config.phases)
+
+
 def test_everything_that_does_not_fit_is_told_at_once(
     tiny_shards: Path, own_shards: Path, tiny_model: ModelConfig, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ def guard(world: World, action: Callable[[], Result]) -> Result:
     try:
         return action()
     except TrainerError as error:  # without a text, it came from another rank, which reports it
-        said = f"trainer: rank {world.rank}: error: {_text(error)}" if str(error) else ""
+        said = f"trainer: rank {world.rank}: error: {error_text(error)}" if str(error) else ""
         fail(said, exit_code(error))
     except (OSError, MemoryError) as error:
         fail(f"trainer: rank {world.rank}: error: {explain(error)}", exit_code(error))
@@ -39,7 +39,7 @@ def guard(world: World, action: Callable[[], Result]) -> Result:
         fail(f"trainer: rank {world.rank}: {said}", LOST)
 
 
-def _text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return the error's lines, which may list several problems; explain a shortage in one line."""
     return explain(error) if exit_code(error) == FAILED else str(error)
 

@@ -11,7 +11,7 @@ from kernels import backend
 from trainer.console import say, warn
 from trainer.engine.engine import resolve_precision
 from trainer.errors import TrainerError, exit_code
-from trainer.ranks.ending import _text, fail
+from trainer.ranks.ending import error_text, fail
 from trainer.ranks.network import ports
 from trainer.ranks.world import (
     World,
@@ -46,7 +46,7 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # usually all ranks fail alike: the first one reports it and the launcher ends us
-        fail(f"trainer: error: {_text(error)}", exit_code(error))
+        fail(f"trainer: error: {error_text(error)}", exit_code(error))
 
 
 def meet(plan: Plan, world: World) -> None:
