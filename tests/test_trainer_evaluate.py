@@ -236,9 +236,10 @@ def test_the_marks_for_context(tiny_shards: Path, tiny_model: ModelConfig) -> No
 
 def pretend(monkeypatch: pytest.MonkeyPatch, model: Bert) -> None:
     """Have the command find a checkpoint of this model wherever it looks for one."""
-    found = Checkpoint(Path("run"), {}, {}, {"config": {"model": asdict(model.model)}})
-    monkeypatch.setattr(trainer.evaluate, "find", lambda path, tell: found)
-    monkeypatch.setattr(trainer.evaluate, "load_model", lambda found, fillers: model)
+    record = {"config": {"model": asdict(model.model)}, "state": {"step": 1}}
+    found = Checkpoint(Path("runs/run"), {}, {}, record)
+    monkeypatch.setattr(trainer.evaluate, "select", lambda path, average, tell: [found])
+    monkeypatch.setattr(trainer.evaluate, "load_model", lambda found, fillers, weights: model)
 
 
 def test_the_command_refuses_shards_of_another_vocabulary(
@@ -353,7 +354,7 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     ended = ranks.finish(ranks.fork(2, "trainer/evaluate.py", *command, "--micro-batch", "7"))
     assert [code for code, _ in ended] == [0, 0], ended
     said, figures = ended[0][1].split("{")  # one rank's, and both of its streams
-    assert said.startswith("trainer.evaluate: kernels: ") and said.count("\n") == 1
+    assert said.startswith("trainer.evaluate: weights: step 12 of ") and said.count("\n") == 2
     assert json.loads("{" + figures) == pytest.approx(alone, rel=1e-6) and not ended[1][1]
     last = lines(run, "heldout")[-1]
     assert {name: last[name] for name in alone if name in last} == pytest.approx(
@@ -372,7 +373,8 @@ def test_ranks_share_the_samples_of_the_command(
     monkeypatch.setattr(
         trainer.evaluate, "evaluate_context", lambda _, loader, *rest: seen.extend(sequences([list(loader.sweep(16))]))
     )
-    options = argparse.Namespace(checkpoint="run", heldout=str(tiny_shards), train=str(tiny_shards), micro_batch=16)
+    shards = str(tiny_shards)
+    options = argparse.Namespace(checkpoint="run", average=None, heldout=shards, train=shards, micro_batch=16)
     for rank in range(3):
         trainer.evaluate._evaluate_command(options, CacheConfig(), World(rank, 3, rank, 3, CPU))
     assert sorted(seen) == list(range(load_manifest(tiny_shards).counts.samples))

@@ -74,7 +74,12 @@ def journal(folder: Path) -> None:
 def card(found: Checkpoint, folder: Path, *stated: str | None) -> tuple[dict[str, Any], str]:
     """The front matter, and the rest."""
     folder.mkdir()
-    write_card(folder, found, *(stated or (None, None)))
+    write_card(folder, [found], *(stated or (None, None)))
+    return parts(folder)
+
+
+def parts(folder: Path) -> tuple[dict[str, Any], str]:
+    """The front matter of a written card, and the rest."""
     front, rest = (folder / "README.md").read_text().removeprefix("---\n").split("\n---\n", 1)
     return yaml.safe_load(front), rest
 
@@ -92,6 +97,18 @@ def test_a_phase_that_ends_by_time_is_told_by_its_minutes(found: Checkpoint, tmp
     assert "| only | 32 | 20 minutes | 30 | 0.01 | 2.5 minutes | polynomial, power 1 |" in text
     assert "| second | 16 | 5 of 10 |" in text
     assert "| only | 11 |" in text and "| second | 12 |" in text
+
+
+def test_an_average_names_its_steps_and_claims_no_metrics(found: Checkpoint, tmp_path: Path) -> None:
+    journal(found.folder.parent)
+    (tmp_path / "out").mkdir()
+    older = [replace(found, record={**found.record, "state": found.record["state"] | {"step": n}}) for n in (14, 1300)]
+    write_card(tmp_path / "out", [found, *older], None, None)
+    _, text = parts(tmp_path / "out")
+    assert "this is the mean of steps 1,300, 14 and 15, after 600 sequences" in text
+    assert "measured with the weights of single steps, not with their mean" in text
+    assert "These weights are from step" not in text
+    assert "Nothing is known about this model except what is stated above" in text
 
 
 def test_it_tells_data_recipe_figures_and_time(found: Checkpoint, tiny_shards: Path, tmp_path: Path) -> None:

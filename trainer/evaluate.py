@@ -25,7 +25,8 @@ from data_prep.options import Parser
 from data_prep.streams import write_whole_lines
 from data_prep.tokenizer import load_proven
 from kernels import backend
-from trainer.checkpoint.reading import find, load_model, model_of
+from trainer.checkpoint.average import average, select, steps
+from trainer.checkpoint.reading import load_model, model_of
 from trainer.checkpoint.vocabulary import require_vocabulary, token_counts
 from trainer.console import complain, print_result, silent, teller
 from trainer.data.cache import Cache, CacheConfig, open_cache
@@ -33,7 +34,7 @@ from trainer.data.loader import Loader
 from trainer.data.remote import is_remote
 from trainer.errors import TrainerError, exit_code, one_line
 from trainer.exits import DONE
-from trainer.options import add_kernels
+from trainer.options import add_average, add_kernels
 from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
 from trainer.run.evaluation import EvaluationConfig, evaluate_context
 
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     write_whole_lines()
     parser = Parser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
+    add_average(parser)
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
     parser.add_argument(
         "--train", required=True, help="training shards, for the unigram baseline: a folder or an address"
@@ -107,7 +109,8 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
 def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: World) -> dict[str, float]:
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
     tell = teller("trainer.evaluate") if world.is_main else silent
-    found = find(checkpoint, tell)
+    checkpoints = select(checkpoint, options.average, tell)
+    found = checkpoints[0]
     shape = model_of(found)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
     manifest, trained = load_manifest(heldout_folder), load_manifest(train_folder)
@@ -126,12 +129,13 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     if manifest.tokenizer.sha256 != trained.tokenizer.sha256:
         raise TrainerError(f"{heldout} and {train} were made with different tokenizers: build both with one")
     tokenizer = load_proven(heldout_folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
-    model = load_model(found, tokenizer.fillers).to(world.device)
+    model = load_model(found, tokenizer.fillers, average(checkpoints)).to(world.device)
     loader = Loader(heldout_folder, manifest, world.rank, world.size, cache=remote)
     for problem in loader.problems():
         raise TrainerError(problem)
     counts = token_counts(train_folder, trained)
     kernels = backend.resolve(world.device.type)
+    tell(f"weights: {steps(checkpoints)} of {found.folder.parent}")
     tell(f"kernels: {kernels.name} ({kernels.reason})")
     return evaluate_context(model, loader, counts, world.device, options.micro_batch)
 

@@ -16,19 +16,22 @@ from safetensors import SafetensorError
 
 from data_prep.options import Parser
 from data_prep.tokenizer import load_tokenizer
-from trainer.checkpoint.reading import find, load_weights, model_of, require_finite
+from trainer.checkpoint.average import average, select, steps
+from trainer.checkpoint.reading import model_of
 from trainer.checkpoint.vocabulary import tokenizer_of
 from trainer.console import complain, print_result, teller
 from trainer.convert import onnx
 from trainer.convert.folder import TOLERANCE, random_batch, write_folder
 from trainer.convert.model_card import write_card
 from trainer.errors import TrainerError, exit_code
+from trainer.options import add_average
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
     parser = Parser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
+    add_average(parser)
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", type=Path, help="by default the one stored in the run's folder")
     parser.add_argument(
@@ -54,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     tell = teller("trainer.export")
-    found = find(options.checkpoint, tell)
+    checkpoints = select(options.checkpoint, options.average, tell)
+    found = checkpoints[0]
     folder, tokenizer = tokenizer_of(found, tell, options.tokenizer)
-    weights, model = load_weights(found), model_of(found)
-    require_finite(f"checkpoint {found.folder}", weights)
-    said = [f"{options.out}: step {found.record['state']['step']} of {found.folder.parent}"]
+    weights, model = average(checkpoints), model_of(found)
+    said = [f"{options.out}: {steps(checkpoints)} of {found.folder.parent}"]
 
     def finish(folder: Path) -> None:
-        write_card(folder, found, options.license, options.language)
+        write_card(folder, checkpoints, options.license, options.language)
         if options.onnx:
             fillers, batch = load_tokenizer(folder).fillers, random_batch(model, 0)
             worst = onnx.export_checked(weights, model, options.onnx, folder / "model.onnx", batch, fillers)

@@ -14,11 +14,13 @@ from safetensors import SafetensorError
 
 from data_prep.errors import DataError
 from data_prep.options import Parser
-from trainer.checkpoint.reading import find, load_weights, model_of, require_finite
+from trainer.checkpoint.average import average, select, steps
+from trainer.checkpoint.reading import model_of
 from trainer.checkpoint.vocabulary import own_folder, recorded, tokenizer_of
 from trainer.console import complain, print_result, teller
 from trainer.convert.weights import require_new, write
 from trainer.errors import TrainerError, exit_code
+from trainer.options import add_average
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,16 +30,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("checkpoint", type=Path, help="a run's folder, or one step-… folder in it")
     parser.add_argument("out", type=Path, help="the safetensors file to write; must not exist")
+    add_average(parser)
     options = parser.parse_args(arguments)
     try:
         require_new(options.out)
         tell = teller("trainer.weights")
-        found = find(options.checkpoint, tell)
-        weights = load_weights(found)
-        require_finite(f"checkpoint {found.folder}", weights)
+        checkpoints = select(options.checkpoint, options.average, tell)
+        weights, found = average(checkpoints), checkpoints[0]
         sha256 = tokenizer_of(found, tell)[1].sha256() if own_folder(found).is_dir() else recorded(found.record)
         write(weights, model_of(found), options.out, sha256)
-        print_result(f"{options.out}: {found.folder}")
+        source = found.folder if len(checkpoints) == 1 else f"{steps(checkpoints)} of {found.folder.parent}"
+        print_result(f"{options.out}: {source}")
     except (TrainerError, DataError, OSError, SafetensorError, MemoryError) as error:
         complain("trainer.weights", error)
         return exit_code(error)

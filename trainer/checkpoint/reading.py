@@ -163,7 +163,7 @@ def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
     partition = optimizer.partition
     assert partition is not None
     require_shapes(f"checkpoint {checkpoint.folder}", checkpoint.shapes, partition.shapes)
-    pieces = _Pieces(checkpoint)
+    pieces = Pieces(checkpoint)
     for buffer in partition.buffers:
         for kind, flat in flat_tensors(optimizer, buffer).items():
             for part in buffer.slices:
@@ -174,18 +174,17 @@ def restore(checkpoint: Checkpoint, optimizer: LambertOptimizer) -> None:
 def load_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """All parameters as whole fp32 tensors on the CPU. Raises TrainerError if a part is damaged."""
     verify(checkpoint)
-    pieces = _Pieces(checkpoint)
-    return {
-        name: pieces.read("weight", name, 0, shape.numel()).view(shape) for name, shape in checkpoint.shapes.items()
-    }
+    pieces = Pieces(checkpoint)
+    return {name: pieces.whole(name) for name in checkpoint.shapes}
 
 
-def load_model(checkpoint: Checkpoint, fillers: int = 0) -> Bert:
-    """The checkpoint's model, fp32, on the CPU. ``fillers``: how many filler pieces its tokenizer has.
+def load_model(checkpoint: Checkpoint, fillers: int = 0, weights: dict[str, Tensor] | None = None) -> Bert:
+    """The checkpoint's model, fp32, on the CPU, with its own weights or with these, such as an average.
 
-    Raises TrainerError if a part is damaged or a weight is not finite.
+    ``fillers``: how many filler pieces its tokenizer has. Raises TrainerError if a part is damaged or a weight is not
+    finite.
     """
-    weights = load_weights(checkpoint)
+    weights = load_weights(checkpoint) if weights is None else weights
     require_finite(f"checkpoint {checkpoint.folder}", weights)
     model = Bert(model_of(checkpoint), fillers=fillers)
     model.load_state_dict(weights)
@@ -310,13 +309,18 @@ def tree_sha256(tree: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-class _Pieces:
-    """Reads flat ranges of parameters from whichever parts contain them."""
+class Pieces:
+    """Reads parameters, or flat ranges of them, from whichever parts contain them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.folder = checkpoint.folder
+        self.folder, self.shapes = checkpoint.folder, checkpoint.shapes
         self.files: list[Any] = [safe_open(checkpoint.folder / name, framework="pt") for name in checkpoint.parts]
         self.starts = [parse_json(file.metadata()["starts"]) for file in self.files]
+
+    def whole(self, name: str) -> Tensor:
+        """One parameter's weights in their shape, fp32. Raises TrainerError on a gap."""
+        shape = self.shapes[name]
+        return self.read("weight", name, 0, shape.numel()).view(shape)
 
     def read(self, kind: str, name: str, start: int, length: int) -> Tensor:
         """Elements ``start … start + length`` of the flattened tensor, fp32. Raises TrainerError on a gap."""

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from data_prep.json_text import shown
+from trainer.checkpoint.average import steps
 from trainer.checkpoint.reading import Checkpoint, model_of
 from trainer.checkpoint.vocabulary import manifests_of, recorded
 from trainer.errors import TrainerError
@@ -56,13 +57,17 @@ class Journalled:
             self.attempts[-1] = (self.attempts[-1][0], record["spent"])
 
 
-def write_card(folder: Path, found: Checkpoint, licence: str | None, language: str | None) -> None:
-    """Write the card of checkpoint ``found`` into ``folder``, with its learning curves if there is a journal."""
+def write_card(folder: Path, averaged: Sequence[Checkpoint], licence: str | None, language: str | None) -> None:
+    """Write the card of the checkpoints' average into ``folder``, with learning curves if there is a journal.
+
+    The newest checkpoint comes first. A single one is its own average.
+    """
+    found = averaged[0]
     record, config = found.record, found.record["config"]
     said = read_journal(found.folder.parent / JOURNAL, record["state"]["step"], config["phases"])
     sections = [
         _front(licence, language),
-        _head(found, model_of(found)),
+        _head(averaged, model_of(found)),
         "## Data\n\n" + "\n\n".join(_data(record)),
         "## Recipe\n\n" + _recipe(record),
     ]
@@ -70,10 +75,12 @@ def write_card(folder: Path, found: Checkpoint, licence: str | None, language: s
         _draw(found.folder.parent, folder / PICTURE)
         sections.append(f"## Learning curves\n\n![losses and accuracies, training and held out]({PICTURE})")
         if said.heldout:
-            sections.append("## Held-out metrics\n\n" + _heldout(said, config["phases"], record["state"]["step"]))
+            sections.append("## Held-out metrics\n\n" + _heldout(said, config["phases"], averaged))
         sections.append("## Hardware and time\n\n" + _hardware(said))
         sections.append("## Versions\n\n" + _versions(said.facts, record))
-    sections.append("## Limits\n\n" + _limits(said))
+    sections.append(
+        "## Limits\n\n" + _limits(said if len(averaged) == 1 else None)
+    )  # the metrics are not those of a mean
     (folder / "README.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
@@ -101,7 +108,8 @@ def _front(licence: str | None, language: str | None) -> str:
     return "\n".join(["---", *rows, "library_name: transformers", "pipeline_tag: fill-mask", "tags:", "- bert", "---"])
 
 
-def _head(found: Checkpoint, model: ModelConfig) -> str:
+def _head(averaged: Sequence[Checkpoint], model: ModelConfig) -> str:
+    found = averaged[0]
     record, name = found.record, found.record["config"]["run"]["name"]
     padding = (model.vocab_rows - model.vocab_size) * (model.hidden + 1)
     parameters = sum(shape.numel() for shape in found.shapes.values()) - padding
@@ -114,7 +122,7 @@ def _head(found: Checkpoint, model: ModelConfig) -> str:
 
 A {shape_in_words(model)}, {model.heads} heads and a \
 vocabulary of {model.vocab_size:,}: {parameters:,} parameters. Pre-trained{tasks}, from {begun}; \
-this is step {state["step"]:,}, after {state["samples"]:,} sequences and {state["tokens"]:,} tokens.
+this is {steps(averaged)}, after {state["samples"]:,} sequences and {state["tokens"]:,} tokens.
 
 ```python
 from transformers import pipeline
@@ -210,7 +218,7 @@ def _draw(run: Path, path: Path) -> None:
         draw(read_history(run), "", rows_wanted=ROWS[:1]).savefig(path, dpi=80, format="png")
 
 
-def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], step: int) -> str:
+def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], averaged: Sequence[Checkpoint]) -> str:
     names = [f"{task}_{kind}" for task in ("mlm", "mask", "nsp") for kind in ("loss", "accuracy")]
     shown = [name for name in names if any(name in record for record in said.heldout.values())]
     rows = [
@@ -225,7 +233,10 @@ def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], step: int) -> s
     head = ("phase", "step", "date", *(name.replace("_", " ") for name in shown))
     note = "Losses are in nats. `mlm` covers all targets, `mask` only those replaced by [MASK]. Masks are static."
     last = max(record["step"] for record in said.heldout.values())
-    note += "" if last == step else f" These weights are from step {step:,}."
+    if len(averaged) > 1:
+        note += " They were measured with the weights of single steps, not with their mean."
+    elif last != (step := averaged[0].record["state"]["step"]):
+        note += f" These weights are from step {step:,}."
     return f"{markdown_table(head, rows)}\n\n{note}"
 
 
