@@ -143,7 +143,7 @@ def test_the_proof_holds_although_fillers_are_far_below(row: int, by: float, fil
     with torch.no_grad():
         theirs.cls.predictions.bias[row] += by
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TrainerError, match="logits differ"):
-        patch.setattr(hf_folder, "load_transformers", lambda _: theirs)
+        patch.setattr(hf_folder, "load_transformers", lambda *_: theirs)
         hf_folder.check(folder, weights, model, tokenizer)
 
 
