@@ -44,7 +44,7 @@ def test_lines_too_deep_or_too_long_are_passed_over(tmp_path: Path) -> None:
     deep, digits = b'{"a": ' * 100_000, b'{"step": ' + b"9" * 5000 + b"}"
     path.write_bytes(b'{"step": 1}\n' + deep + b"\n" + digits + b"\n" + b" " * (3 << 20) + b'\n{"step": 4}\n')
     assert [line["step"] for line in read_lines(path)] == [1, 4]
-    assert past(path) == (4, 0)
+    assert past(path) == (4, 0, False)
 
 
 def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert past(path) == (0, 0)
+    assert past(path) == (0, 0, False)
     journal = Journal(path)
     journal.write([{"event": "step", "step": step} for step in (98, 99, 100, 101)])
     journal.write(
@@ -79,7 +79,15 @@ def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
     journal.write([{"event": "checkpoint_failed", "step": 98, "reason": '"step": 5000'}, {"event": "end"}])
     with path.open("a") as file:
         file.write(json.dumps({"event": "step", "step": 1029})[:26])  # killed while it wrote: 10 is to be seen
-    assert past(path) == (101, 2)
+    assert past(path) == (101, 2, False)
+
+
+def test_a_plateau_lasts_until_it_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for on in (True, False, True):
+        Journal(path).write([{"event": "plateau", "time": 1.0, "step": 3, "on": on, "sign": "collapsed"}])
+        Journal(path).write([{"event": "step", "step": 4, "on": not on}])
+        assert past(path) == (4, 0, on)
 
 
 def test_a_rate_needs_time() -> None:

@@ -35,6 +35,7 @@ from trainer.model.flops import model_flops, peak_flops
 from trainer.monitor.exporter import NODE_SERIES, RUN_SERIES, STATES, Exporter
 from trainer.monitor.journal import PARTS, SPENT, read_lines
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
+from trainer.monitor.plateau import BLOCK, LEARNING, PATIENCE, Baseline
 from trainer.ranks.world import World
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)
@@ -62,14 +63,16 @@ def metrics(folder: Path, config: MetricsConfig = QUIET) -> Metrics:
         target_steps=1000,
         remaining=lambda state: (8000 - state.samples, 0.0),
         checkpoint_steps=50,
+        baselines=(Baseline(2.5, warmup_steps=50),),
         clipping=5.0,
     )
     return Metrics(config, subject, ALONE, Stopwatch(ALONE.device))
 
 
-def result(mlm: float = 100.0, norm: float = 2.0, applied: bool = True) -> StepResult:
-    """The result of an engine's step: 10 of 40 masked tokens and 6 of 8 pairs were right."""
-    sums = torch.tensor([mlm, 4.0, 10.0, 6.0], dtype=torch.float64)
+def result(mlm: float = 100.0, norm: float = 2.0, applied: bool = True, variance: float = 0.75) -> StepResult:
+    """The result of an engine's step: 10 of 40 masked tokens and 6 of 8 pairs were right; D is 1."""
+    moments = [300 * math.sqrt(1 - variance), 300.0, 300.0]  # 300 tokens, with a mean square of 1
+    sums = torch.tensor([mlm, 4.0, 10.0, 6.0, *moments], dtype=torch.float64)
     return StepResult(sums, torch.tensor(norm), torch.tensor([0.5, 1.0, 3.0]), applied, 64.0)
 
 
@@ -187,6 +190,43 @@ def test_a_skipped_step_is_counted_as_skipped_alone(tmp_path: Path) -> None:
     assert (value(told, "step"), value(told, "step_duration_seconds_count")) == (8, 10)
     skipped = lines(tmp_path, "step")[3]
     assert skipped["applied"] is False and skipped["gradient_norm"] is skipped["mlm_loss"] is None
+
+
+def test_a_plateau_is_told_once_and_again_when_it_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """100 nats over 40 targets are the unigram loss; the steps of the warm-up do not count."""
+    running, patience = metrics(tmp_path), BLOCK * PATIENCE["collapsed"]
+    running.describe(TrainState(), {})
+    assert value(running, "plateau") == 0.0
+    state = train(running, 50 + patience - 10, variance=0.08)
+    assert (value(running, "unigram_loss"), value(running, "plateau")) == (2.5, 0.0)
+    assert value(running, "token_variance_ratio") == pytest.approx(0.08)
+    state = train(running, 500, state, variance=0.08)
+    assert value(running, "plateau") == 1.0
+    state = train(running, 20, state, variance=0.08, applied=False)
+    state = train(running, 3 * BLOCK * LEARNING, state, mlm=80.0)
+    assert value(running, "plateau") == 0.0
+    told = [line for line in capsys.readouterr().out.splitlines() if "plateau" in line]
+    assert [line.split("  ")[1].split(":")[0] for line in told] == [
+        "warning",
+        "left the unigram plateau (MLM loss 2.00, word frequencies alone 2.50, variance over tokens 75.0%)",
+    ]
+    events = [(line["step"], line["on"], line["sign"]) for line in lines(tmp_path, "plateau")]
+    assert events == [(50 + patience, True, "collapsed"), (50 + patience - 10 + 500 + BLOCK * LEARNING + 10, False, "")]
+
+
+def test_a_resumed_run_does_not_warn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = train(metrics(tmp_path), 400, variance=0.08)
+    assert capsys.readouterr().out.count("warning") == 1
+    resumed = metrics(tmp_path)
+    resumed.describe(state, {})
+    assert value(resumed, "plateau") == 1.0  # at once
+    train(resumed, 400, state, variance=0.08)
+    assert "warning" not in capsys.readouterr().out
+    fresh = metrics(tmp_path)  # without a checkpoint it starts again
+    fresh.describe(TrainState(), {})
+    assert value(fresh, "plateau") == 0.0
+    train(fresh, 400, variance=0.08)
+    assert capsys.readouterr().out.count("warning") == 1
 
 
 @pytest.mark.parametrize("broken", [{"mlm": math.nan}, {"mlm": math.inf}, {"norm": math.nan}, {"norm": math.inf}])

@@ -234,6 +234,24 @@ def test_it_sums_up_all_that_a_run_tells(run: History) -> None:
     }
 
 
+def test_a_plateau_is_summed_up_and_drawn(tmp_path: Path) -> None:
+    """Though the steps up to its end were rolled back: the event itself stays true."""
+    figures = {"mlm_loss": 7.06, "unigram_loss": 7.1, "token_variance": 0.087}
+    steps = [step(n, unigram_loss=7.1, token_variance=n / 100) for n in range(1, 31)]
+    begun = {"event": "plateau", "time": 1.0, "step": 20, "on": True, "sign": "collapsed", **figures}
+    losses = "MLM loss 7.06, word frequencies alone 7.10, variance over tokens 8.7%"
+    history = read_history(write(tmp_path / "on", [*steps, begun, step(20, 1)]))
+    assert summary(history)["plateau"] == f"found on the unigram plateau at step 20 ({losses})"
+    shown = panels(history)
+    expected = np.array([[n, n / 100] for n in range(1, 20)])
+    assert np.array(drawn(shown["variance over tokens"], "_child0")) == pytest.approx(expected)
+    assert drawn(shown["MLM loss"], "word frequencies")[-1] == (19, 7.1)
+    assert "word frequencies" not in [line.get_label() for line in shown["NSP loss"].get_lines()]
+    left = {**begun, "step": 29, "on": False}
+    history = read_history(write(tmp_path / "off", [*steps, begun, left]))
+    assert summary(history)["plateau"] == f"left the unigram plateau before step 29 ({losses})"
+
+
 def test_numbers_are_short() -> None:
     told = [duration(seconds) for seconds in (0.25, 59.9, 60, 3599, 3600, 86399, 90000)]
     assert told == ["0.2 s", "59.9 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h"]

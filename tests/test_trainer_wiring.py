@@ -75,7 +75,9 @@ def test_seconds_are_exported_once_however_often_they_are_told() -> None:
 
 def test_a_node_tells_of_its_own_ranks(tmp_path: Path) -> None:
     """This is the second of two nodes, with two ranks each."""
-    subject = Subject("tests", tmp_path, TINY, target_steps=1, remaining=lambda state: (0, 0.0), checkpoint_steps=1)
+    subject = Subject(
+        "tests", tmp_path, TINY, target_steps=1, remaining=lambda state: (0, 0.0), checkpoint_steps=1, baselines=()
+    )
     told = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
     told.describe(TrainState(), {})
     found = [read(told.exporter.registry, "memory_peak_bytes", rank=str(rank)) is not None for rank in range(4)]
@@ -84,7 +86,9 @@ def test_a_node_tells_of_its_own_ranks(tmp_path: Path) -> None:
 
 def test_a_node_tells_what_its_ranks_said_of_their_gpus(tmp_path: Path) -> None:
     """The node's first rank cannot query them: each rank may see only its own."""
-    subject = Subject("tests", tmp_path, TINY, target_steps=1, remaining=lambda state: (0, 0.0), checkpoint_steps=1)
+    subject = Subject(
+        "tests", tmp_path, TINY, target_steps=1, remaining=lambda state: (0, 0.0), checkpoint_steps=1, baselines=()
+    )
     told = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
     devices = [{"node": "n", "device": "H200", "gpu_uuid": f"GPU-{rank}"} for rank in range(4)]
     told.describe(TrainState(), {}, devices)

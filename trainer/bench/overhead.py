@@ -27,6 +27,7 @@ from trainer.engine.stopwatch import Stopwatch
 from trainer.model.batch import GlobalCounts
 from trainer.model.bert import Bert, ModelConfig
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
+from trainer.monitor.plateau import Baseline
 from trainer.ranks.world import World, from_launcher, join, leave
 
 SMALL = ModelConfig(layers=4, hidden=256, heads=4, intermediate=1024, vocab_size=8192)  # a tenth of a second on CPUs
@@ -48,9 +49,8 @@ class Bench:
         self.world, self.watches = world, {True: Stopwatch(world.device), False: Silent(world.device)}
         self.engine = Engine(EngineConfig(), Bert(model, 1), OptimizerConfig(), world, 1, self.watches[True])
         config = MetricsConfig(port=None, tensorboard=True)
-        self.metrics = Metrics(
-            config, Subject("overhead", folder, model, 10**6, lambda state: (0, 0.0), 100), world, self.watches[True]
-        )
+        subject = Subject("overhead", folder, model, 10**6, lambda state: (0, 0.0), 100, (Baseline(7.0, 0),))
+        self.metrics = Metrics(config, subject, world, self.watches[True])
         batch = micro_batch(LENGTHS[world.device.type], model)
         sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
         counts = GlobalCounts(*(world.size * size for size in sizes))

@@ -67,7 +67,7 @@ class EngineConfig:
 class StepResult:
     """The outcome of one step. Tensors stay on the device, so nothing waits for them."""
 
-    sums: Tensor  # (K,) fp64, the fields of the model's output, summed over this rank's micro-batches
+    sums: Tensor  # (K,) fp64, the model's output as one row, summed over this rank's micro-batches
     gradient_norm: Tensor  # () fp32, global, unscaled, before clipping; infinite when the gradients overflowed
     trust: Tensor | None  # (K,) fp32, LAMB's ratios; None for Adam and for a step that overflowed
     applied: bool  # False when the gradients overflowed
@@ -151,7 +151,7 @@ def _load_deepspeed() -> Any:
 class Engine(Generic[M]):
     """A model, its optimizer and its loss scale on this rank's device.
 
-    The model's ``forward(rows, keys)`` returns a named tuple of scalar tensors, summed over the micro-batch. Its
+    The model's ``forward(rows, keys)`` returns a named tuple of tensors, summed over the micro-batch. Its
     ``mean(counts)`` is this micro-batch's share of the global batch's loss.
 
     A checkpoint stores ``partition``, ``optimizer`` (moments, steps) and ``loss_scale``. If ``gathers`` is True, a
@@ -262,7 +262,7 @@ class Engine(Generic[M]):
             torch.autograd.backward(loss)
             self.watch.begin("reduce")
             self._gradients.add(first, last)
-        return torch.stack([value.detach().double() for value in output])
+        return torch.cat([value.detach().double().view(-1) for value in output])
 
     def _move(self) -> bool:
         """Apply the gradients. Returns False if they overflowed."""

@@ -35,6 +35,7 @@ from kernels.embedding import embed, embed_sum
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from trainer.bounds import ABOVE_0, outside
 from trainer.model.batch import IGNORED, GlobalCounts, MicroBatch, Rows
+from trainer.model.variance import token_moments
 
 MOST_PARAMETERS = 10**11  # their training state takes more than a terabyte
 VOCAB_MULTIPLE = 64  # table rows are padded to a multiple of this for fast matrix products; exports drop the padding
@@ -112,6 +113,7 @@ class Output(NamedTuple):
     nsp_loss: Tensor  # () fp32, summed over the labelled pairs
     mlm_correct: Tensor  # () int64
     nsp_correct: Tensor  # () int64
+    moments: Tensor  # (D + 2,) fp32, of the last layer's output; see `token_moments`
 
     def mean(self, counts: GlobalCounts) -> Tensor:
         """This micro-batch's share of the global batch's weighted loss, () fp32."""
@@ -274,12 +276,13 @@ class Bert(Encoder):
         ``judge`` computes something else from the MLM logits (P, V with padding) and the NSP logits (B, 2). It is
         called here, inside ``forward``, so that DeepSpeed's hooks on calls of the model run.
         """
-        mlm_logits, nsp_logits = self._heads(self.encode(batch, keys), batch)
+        x = self.encode(batch, keys)
+        mlm_logits, nsp_logits = self._heads(x, batch)
         if judge is not None:
             return judge(mlm_logits, nsp_logits)
         mlm_loss, mlm_correct = cross_entropy(mlm_logits, batch.labels, self.predicted)
         nsp_loss, nsp_correct = cross_entropy(nsp_logits, nsp_classes(batch))
-        return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
+        return Output(mlm_loss, nsp_loss, mlm_correct, nsp_correct, token_moments(x))
 
     def logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """MLM logits (P, predicted), without fillers and padding, and NSP logits (B, 2), without dropout."""

@@ -63,6 +63,13 @@ RUN_SERIES: Table = {
         {"task": TASKS, "split": _SPLITS},
         "Share of correct predictions over the last logged steps.",
     ),
+    "unigram_loss": (Gauge, {}, "MLM loss in nats of predicting word frequencies, in the current phase."),
+    "token_variance_ratio": (
+        Gauge,
+        {},
+        "Share of the last layer's mean square that is variance over tokens, in the last step.",
+    ),
+    "plateau": (Gauge, {}, "1 if the run is on the unigram plateau, else 0."),
     "learning_rate": (Gauge, {}, "Learning rate of the last step."),
     "gradient_norm": (Gauge, {}, "Global gradient norm of the last step, unscaled, before clipping."),
     "loss_scale": (Gauge, {}, "Loss scale of the last step; 1 if not fp16."),
@@ -124,9 +131,7 @@ class Exporter:
 
     def publish(self, records: list[Record]) -> None:
         """Update the run's series from the records of the journal. Called on global rank 0 only."""
-        steps = [record for record in records if record["event"] == "step"]
-        if steps:
-            self._publish_steps(steps)
+        self._publish_steps([record for record in records if record["event"] == "step"])
         for record in records:
             match record["event"]:
                 case "attempt":
@@ -135,6 +140,8 @@ class Exporter:
                     self("checkpoint_step").set(record["step"])
                     self("rolled_back_steps").set(record["rolled_back"])
                     self.set_state("training")
+                case "plateau":
+                    self("plateau").set(record["on"])
                 case "heldout":
                     self._publish_tasks([record], "heldout")
                 case "checkpoint" | "checkpoint_failed":
@@ -168,6 +175,8 @@ class Exporter:
 
     def _publish_steps(self, steps: list[Record]) -> None:
         """Add the steps to the counters; gauges show the last step, or the mean of the steps."""
+        if not steps:
+            return
         for step in steps:
             self("step_duration_seconds").observe(step["seconds"])
             self("steps" if step["applied"] else "skipped_steps").inc()
@@ -179,8 +188,9 @@ class Exporter:
                 self("clipped_steps").inc(step["clipped"])
                 self("nonfinite", "loss").inc(not math.isfinite(step["loss"]))
                 self("nonfinite", "gradient").inc(not math.isfinite(step["gradient_norm"]))
-        for name in ("learning_rate", "gradient_norm", "loss_scale"):
+        for name in ("learning_rate", "gradient_norm", "loss_scale", "unigram_loss"):
             self(name).set(steps[-1][name])
+        self("token_variance_ratio").set(steps[-1]["token_variance"])
         for statistic in ("min", "mean", "max"):
             if f"trust_{statistic}" in steps[-1]:
                 self("trust_ratio", statistic).set(steps[-1][f"trust_{statistic}"])

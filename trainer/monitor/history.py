@@ -21,9 +21,11 @@ _FIGURES = tuple(f"{task}_{figure}" for figure in ("loss", "accuracy") for task 
 _STEP = (
     *("step", "phase", "samples", "tokens", "flops", "seconds", *_FIGURES),
     *("learning_rate", "gradient_norm", "clipped", "loss_scale", "trust_min", "trust_mean", "trust_max"),
+    *("unigram_loss", "token_variance"),
 )
 _RANKS = ("step", *PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
 _CHECKPOINT = ("step", "seconds", "stall_seconds", "bytes")
+_PLATEAU = ("step", "on", "mlm_loss", "unigram_loss", "token_variance")
 
 
 class Table:
@@ -60,6 +62,7 @@ class History:
     ranks: Columns  # since the row before, per step: mean seconds of the parts, and extremes over the ranks
     checkpoints: Columns
     failed: Columns  # checkpoints that could not be saved
+    plateaus: Columns  # steps at which the run was found on the unigram plateau (on 1) or had left it (on 0)
     restarts: list[int]  # steps from which the run resumed
     facts: dict[str, str]  # the start record of the last attempt
     end: str  # how the run ended, and why if it failed; empty if it is running or was killed
@@ -104,7 +107,9 @@ class _Reader:
     def __init__(self) -> None:
         self.steps, self._heldout, self._ranks = Table(_STEP), Table(("step", *_FIGURES)), Table(_RANKS)
         self._checkpoints, self._failed = Table(_CHECKPOINT), Table(_CHECKPOINT)
+        self._plateaus = Table(_PLATEAU)
         self._plain = {"heldout": self._heldout, "checkpoint": self._checkpoints, "checkpoint_failed": self._failed}
+        self._plain["plateau"] = self._plateaus
         self._skipped: list[int] = []
         self._restarts: list[int] = []
         self._attempts: list[dict[str, float]] = []  # the time spent by each, from its last record
@@ -133,7 +138,7 @@ class _Reader:
                 self._end = record["how"] + (f": {reason}" if reason else "")
             case "step":
                 self._step(record)
-            case "heldout" | "checkpoint" | "checkpoint_failed" as event:
+            case "heldout" | "checkpoint" | "checkpoint_failed" | "plateau" as event:
                 self._plain[event].add(record)
             case "ranks":
                 compute = zip(("compute_min", "compute_mean", "compute_max"), record["compute"], strict=True)
@@ -167,6 +172,7 @@ class _Reader:
             ranks=self._ranks.columns(),
             checkpoints=self._checkpoints.columns(),
             failed=self._failed.columns(),
+            plateaus=self._plateaus.columns(),
             restarts=self._restarts,
             facts=self._facts,
             end=self._end,

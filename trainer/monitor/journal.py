@@ -21,7 +21,7 @@ PARTS = ("data", "forward", "backward", "reduce", "optimizer")  # where a step's
 TASKS = ("mlm", "nsp")
 _STEP = re.compile(rb'"step": (\d{1,15})(?!\d)')
 _LONGEST = 1 << 20  # bytes of a line; ours have a few hundred
-_ATTEMPT = b'{"event": "attempt"'
+_ATTEMPT, _PLATEAU = b'{"event": "attempt"', b'{"event": "plateau"'
 
 
 class Journal:
@@ -68,19 +68,21 @@ def lines(path: Path) -> Iterator[Record]:
                 yield record
 
 
-def past(path: Path) -> tuple[int, int]:
-    """The highest step in a journal, including steps that were rolled back, and the number of attempts.
+def past(path: Path) -> tuple[int, int, bool]:
+    """The highest step in a journal, including steps that were rolled back; the attempts; whether a plateau lasts.
 
-    Both are 0 without a journal. The lines are searched rather than parsed, so a million steps take only seconds.
+    All are 0 without a journal. The lines are searched rather than parsed, so a million steps take only seconds.
     """
-    highest = attempts = 0
+    highest, attempts, plateau = 0, 0, False
     if path.exists():
         with path.open("rb") as file:
             for line in iter(partial(file.readline, _LONGEST), b""):
                 attempts += line.startswith(_ATTEMPT)
                 found = _STEP.search(line)
                 highest = max(highest, int(found[1]) if found else 0)
-    return highest, attempts
+                if line.startswith(_PLATEAU):
+                    plateau = b'"on": true' in line
+    return highest, attempts, plateau
 
 
 def tokens_per_second(record: Record) -> float | None:

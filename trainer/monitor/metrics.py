@@ -32,10 +32,14 @@ from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.model.bert import ModelConfig, Output
 from trainer.model.flops import model_flops, peak_flops
+from trainer.model.variance import variance_share
 from trainer.monitor.exporter import Exporter
 from trainer.monitor.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, past
+from trainer.monitor.plateau import Baseline, Plateau, announce
 from trainer.monitor.tensorboard import EventFiles
 from trainer.ranks.world import LONGEST, World
+
+_SCALARS = Output._fields[:-1]  # the moments of the hidden states come last
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Subject:
     target_steps: int | None  # None: unknown, because a phase ends by time
     remaining: Callable[[TrainState], tuple[int, float]]  # samples left, and seconds of training on top of them
     checkpoint_steps: int  # steps between two checkpoints
+    baselines: tuple[Baseline, ...]  # one for each phase
     clipping: float = 0.0  # upper bound of the gradient norm; 0: none
 
 
@@ -115,13 +120,14 @@ class Metrics:
         self._pending: list[_Pending] = []
         self._printed, self._waited, self._tokens, self._known_steps = 0.0, 0.0, 0, 0
         self._outlets: list[Callable[[list[Record]], None]] = []
+        self._plateau = Plateau(subject.model.dropout)
         if world.is_main:
             if subject.target_steps is not None:
                 self.exporter("target_steps").set(subject.target_steps)
             self.exporter("checkpoint_interval_steps").set(subject.checkpoint_steps)
             self.exporter("peak_flops").set(self._peak_flops())
             path = subject.folder / JOURNAL
-            self._known_steps, before = past(path)
+            self._known_steps, before, self._plateau.on = past(path)
             self._outlets = [Journal(path).write, self.exporter.publish]
             self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 
@@ -141,6 +147,8 @@ class Metrics:
                 self._outlets.append(EventFiles(self.subject.folder / "tensorboard", state.step).write)
             self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label already
             self.exporter.publish_progress(state, time.time())
+            self._plateau.on &= state.step > 0  # the journal may tell of a run that starts again
+            self.exporter("plateau").set(self._plateau.on)
             lost = max(0, self._known_steps - state.step)
             begun = {"time": time.time(), "step": state.step, "rolled_back": lost}
             self._publish([{"event": "start", **begun, **facts, "hardware": devices[self.world.rank]["device"]}])
@@ -189,8 +197,10 @@ class Metrics:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        sums = torch.stack([p.result.sums for p in pending])  # (steps, 4)
+        sums = torch.stack([p.result.sums for p in pending])  # (steps, 4 + D + 2)
         dist.all_reduce(sums)
+        scalars, moments = sums[:, : len(_SCALARS)], sums[:, len(_SCALARS) :]
+        sums = torch.cat([scalars, variance_share(moments)[:, None]], 1)  # (steps, 5)
         norms = torch.stack([p.result.gradient_norm.float() for p in pending]).tolist()
         rows = zip(pending, sums.tolist(), norms, _statistics([p.result.trust for p in pending]), strict=True)
         records = [self._record(*row) for row in rows]
@@ -200,8 +210,12 @@ class Metrics:
                 parts = dict(zip(PARTS, told.parts[rank].tolist(), strict=True))
                 self.exporter.publish_rank(rank, parts, float(told.memory[rank]))
         if self.world.is_main:
-            self._publish([*records, *self._notes(pending, told)])
+            changes = self._plateau.events(records)
+            self._publish([*records, *self._notes(pending, told), *changes])
             self._print(pending[-1], records)
+            for change in changes:
+                tell = partial(self._say, change["step"])
+                announce(change, self.subject.model, self.subject.clipping, tell)
         _require_finite(records)
 
     def heldout(self, state: TrainState, figures: dict[str, float]) -> None:
@@ -314,7 +328,9 @@ class Metrics:
 
     def _record(self, pending: _Pending, sums: list[float], norm: float, trust: dict[str, float]) -> Record:
         """The record of one step, with sums over the global batch turned into means. Without pairs there is no NSP."""
-        total, counts, result = dict(zip(Output._fields, sums, strict=True)), pending.batch.counts, pending.result
+        total = dict(zip((*_SCALARS, "token_variance"), sums, strict=True))
+        counts, result = pending.batch.counts, pending.result
+        baseline = self.subject.baselines[pending.state.phase]
         divisors = {"mlm": max(counts.targets, 1)} | ({"nsp": counts.pairs} if counts.pairs else {})
         losses = {f"{task}_loss": total[f"{task}_loss"] / count for task, count in divisors.items()}
         state = asdict(pending.state)
@@ -329,6 +345,9 @@ class Metrics:
             "loss": sum(losses.values()),
             **losses,
             **{f"{task}_accuracy": total[f"{task}_correct"] / count for task, count in divisors.items()},
+            "warming_up": baseline.warms_up(pending.state),
+            "unigram_loss": baseline.unigram_loss,
+            "token_variance": total["token_variance"],
             "learning_rate": pending.rate,
             "gradient_norm": norm if result.applied else math.inf,
             "clipped": result.applied and 0 < self.subject.clipping < norm,

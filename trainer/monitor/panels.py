@@ -119,6 +119,9 @@ def _learning(key: str, color: str) -> Callable[[Axes, History], str]:
         if len(x):
             _line(axes, x, y, bold := smooth(y), "training", color)
             said.append(f"training {show.format(bold[-1])}")
+        x, y = present(history.steps, "unigram_loss")
+        if len(x) and key == "mlm_loss":
+            axes.plot(*thinned(x, y), color=FAINT, linestyle="--", linewidth=1.2, label="word frequencies")
         x, y = present(history.heldout, key)
         if len(x):
             size = 6.5 if len(x) <= _MANY else 3.5
@@ -172,6 +175,14 @@ def _trust(axes: Axes, history: History) -> str:
     axes.set_ylim(top=3 * most.max())
     axes.legend(loc="upper right", ncols=2)
     return f"mean now {number(mean[-1])}"
+
+
+def _variance(axes: Axes, history: History) -> str:
+    x, y = present(history.steps, "token_variance")
+    _line(axes, x, y, bold := smooth(y))
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    return f"now {bold[-1]:.0%}"
 
 
 def _logarithmic(axes: Axes, y: Numbers) -> None:
@@ -308,6 +319,7 @@ ROWS = (
         Panel("gradient norm", "before clipping", _has("gradient_norm"), _norm),
         Panel("loss scale", "", _scaled, _scale),
         Panel("trust ratio of LAMB", "", _has("trust_min", "trust_mean", "trust_max"), _trust),
+        Panel("variance over tokens", "share, last layer", _has("token_variance"), _variance),
     ),
     (
         Panel("throughput", "valid tokens per second", lambda history: len(_paced(history)[0]) > 0, _throughput),

@@ -69,7 +69,7 @@ def summary(history: History) -> dict[str, str]:
     _, memory = present(history.ranks, "memory_peak_bytes")
     if len(memory):
         out["memory"] = f"{memory.max() / 1e9:,.1f} GB, the highest of any rank"
-    out |= _heldout(history) | _checkpoints(history)
+    out |= _heldout(history) | _plateau(history) | _checkpoints(history)
     return out | ({"ended": history.end} if history.end else {})
 
 
@@ -87,6 +87,17 @@ def _heldout(history: History) -> dict[str, str]:
         if np.isfinite(last[f"{task}_loss"])
     ]
     return {"held out": f"{'; '.join(tasks)} (step {last['step']:,.0f})"}
+
+
+def _plateau(history: History) -> dict[str, str]:
+    """Whether the run is on the unigram plateau, or was; empty if it never was."""
+    if not len(history.plateaus["step"]):
+        return {}
+    last = {key: column[-1] for key, column in history.plateaus.items()}
+    losses = f"MLM loss {last['mlm_loss']:.2f}, word frequencies alone {last['unigram_loss']:.2f}"
+    what = "found on the unigram plateau at" if last["on"] else "left the unigram plateau before"
+    measured = f"{losses}, variance over tokens {last['token_variance']:.1%}"
+    return {"plateau": f"{what} step {last['step']:,.0f} ({measured})"}
 
 
 def _checkpoints(history: History) -> dict[str, str]:

@@ -73,6 +73,7 @@ def scalars(record: Record) -> dict[str, float]:
     match record["event"]:
         case "step" if record["applied"]:
             named = {f"train/{k}": v for k, v in record.items() if k == "loss" or k.endswith(("_loss", "_accuracy"))}
+            named |= {"train/token_variance": record.get("token_variance")}
             named |= {f"optimizer/{key}": record.get(key) for key in _OPTIMIZER}
             named |= {"speed/seconds": record["seconds"], "speed/tokens_per_second": tokens_per_second(record)}
         case "heldout":

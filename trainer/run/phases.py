@@ -12,6 +12,7 @@ from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.tokenizer import Tokenizer, load_proven
 from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.vocabulary import token_counts
 from trainer.data.cache import Cache, open_cache
 from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order, largest_window
@@ -21,6 +22,7 @@ from trainer.engine.schedule import Phase, batch_at, batch_of, batch_problems, r
 from trainer.errors import PassingError, TrainerError
 from trainer.model.batch import GlobalCounts
 from trainer.model.bert import ModelConfig
+from trainer.monitor.plateau import Baseline, unigram_loss
 from trainer.ranks.world import World
 from trainer.run.config import Config
 
@@ -37,6 +39,7 @@ class PhaseData:
     heldout: Loader | None
     order: Order
     global_batch: int  # after the batch warm-up, if there is one
+    baseline: Baseline
 
     def batch(self, taken: int) -> tuple[int, int]:
         """``(global batch, micro-batches per rank)`` of the step after ``taken`` steps of the phase."""
@@ -127,18 +130,29 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         problems.append(
             f"{where}.mlm_weight is 0, but the shards have no sentence pairs and so no other loss: raise it"
         )
-    sizes = tuple(shard.samples for shard in loaders["train"].manifest.shards)
-    order = Order(sizes, config.run.seed, config.run.shuffle_window)
-    if (mixed := largest_window(sizes, order.window)) > MOST_MIXED:
+    train = loaders["train"]
+    order = _order(train, config, problems)
+    global_batch, _ = batch_of(phase, world.size)
+    problems += [f"{where}.{problem}" for problem in batch_problems(phase, world.size, sum(order.sizes))]
+    runs = resolve(phase, global_batch, sum(order.sizes))
+    problems += [f"{where}.{problem}" for problem in runs.problems()]
+    try:
+        frequencies = unigram_loss(token_counts(train.folder, train.manifest))
+    except TrainerError as error:
+        problems.append(f"{where}.train: {error}")
+        return None
+    baseline = Baseline(frequencies, runs.warmup_steps, runs.warmup_minutes)
+    return PhaseData(runs, train, loaders.get("heldout"), order, global_batch, baseline)
+
+
+def _order(train: Loader, config: Config, problems: list[str]) -> Order:
+    order = Order(tuple(shard.samples for shard in train.manifest.shards), config.run.seed, config.run.shuffle_window)
+    if (mixed := largest_window(order.sizes, order.window)) > MOST_MIXED:
         problems.append(
-            f"run.shuffle_window is {order.window}: so many shards of {phase.train} hold {mixed:,} samples, all "
+            f"run.shuffle_window is {order.window}: so many shards of {train.folder} hold {mixed:,} samples, all "
             f"shuffled at once: lower it until there are {MOST_MIXED:,} or fewer"
         )
-    global_batch, _ = batch_of(phase, world.size)
-    problems += [f"{where}.{problem}" for problem in batch_problems(phase, world.size, sum(sizes))]
-    runs = resolve(phase, global_batch, sum(sizes))
-    problems += [f"{where}.{problem}" for problem in runs.problems()]
-    return PhaseData(runs, loaders["train"], loaders.get("heldout"), order, global_batch)
+    return order
 
 
 def _open_folder(place: str, config: Config, world: World) -> tuple[Path, Cache | None]:

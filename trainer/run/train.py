@@ -79,6 +79,7 @@ class Run:
             target_steps=None if self.plan.timed else sum(phase.steps for phase in self.config.phases),
             remaining=partial(remaining, self.phases),
             checkpoint_steps=self.config.checkpoint.every_steps,
+            baselines=tuple(data.baseline for data in self.phases),
             clipping=self.config.optimizer.gradient_clipping,
         )
         return Metrics(self.config.metrics, subject, self.world, watch)
