@@ -119,7 +119,7 @@ def test_kernels_are_chosen_and_refused_before_anything_is_loaded(
     own = Path(shutil.copytree(run, tmp_path / "run"))
     assert command(name, own, tiny_shards, "--kernels", "torch") == 0
     told = [] if name == "fill_mask" else [f"trainer.{name}: kernels: torch (requested)"]
-    assert [line for line in capsys.readouterr().err.splitlines() if "kernels" in line] == told
+    assert [line for line in capsys.readouterr().err.splitlines() if "kernels:" in line] == told
     monkeypatch.setattr(backend, "TRITON_MISSING", "ImportError: none\nhere")
     assert command(name, tmp_path / "none", tiny_shards, "--kernels", "triton") == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -176,9 +176,8 @@ def test_what_is_wrong_takes_one_line(
     def fail(*arguments: object) -> None:
         raise TrainerError("one\n  two")
 
-    module, reader = {"evaluate": (trainer.evaluate, "find"), "export": (export, "find")}.get(
-        name, (weights, "find") if name == "weights" else (plain_weights, "source")
-    )
+    selecting = {"evaluate": trainer.evaluate, "export": export, "weights": weights}
+    module, reader = (selecting[name], "select") if name in selecting else (plain_weights, "source")
     monkeypatch.setattr(module, reader, fail)
     (tmp_path / "run").mkdir()
     assert command(name, tmp_path / "run", tmp_path) == 2
