@@ -12,14 +12,14 @@ from itertools import chain
 from pathlib import Path
 
 from data_prep.build import build
+from data_prep.combining_marks import LIMIT, loss
 from data_prep.corpus import Reading, read_paragraphs
 from data_prep.errors import DataError, shortage
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
 from data_prep.manifest import load_manifest
-from data_prep.marks import LIMIT, loss
-from data_prep.metrics import Figures, check_textfile, push, serve, write_textfile
-from data_prep.options import Parser, check_place, check_range
-from data_prep.settings import CHOICES, Settings, make_settings
+from data_prep.metrics import BuildMetrics, check_textfile, push, serve, write_textfile
+from data_prep.options import CommandParser, check_place, check_range
+from data_prep.settings import SETTING_CHOICES, Settings, make_settings
 from data_prep.sources import FORMATS, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.streams import complain, flush, print_result, warn
 from data_prep.verify import verify
@@ -106,15 +106,15 @@ def _build(options: argparse.Namespace) -> int:
     settings = make_settings(**chosen)
     check_range("--processes", options.processes, 1, MOST_PROCESSES)
     start = time.monotonic()
-    figures = Figures(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
+    metrics = BuildMetrics(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:
         check_textfile(options.metrics_file)
-    with serve(figures, options.metrics_port, options.metrics_address), push(figures, options.metrics_push):
+    with serve(metrics, options.metrics_port, options.metrics_address), push(metrics, options.metrics_push):
         manifest = build(
-            options.input, options.tokenizer, options.out, settings, options.processes, options.store, figures
+            options.input, options.tokenizer, options.out, settings, options.processes, options.store, metrics
         )
     if options.metrics_file:
-        write_textfile(figures, options.metrics_file)
+        write_textfile(metrics, options.metrics_file)
     seconds = time.monotonic() - start
     print_result("\n".join([*describe(manifest), f"{options.out}: complete, in {seconds:.1f} s"]))
     for line in warnings(manifest):
@@ -161,21 +161,21 @@ def _publish(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         "python -m data_prep",
         description="Turn text into shards of masked sentence pairs for BERT pre-training.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    corpus = Parser(add_help=False)
+    corpus = CommandParser(add_help=False)
     add = corpus.add_argument_group("text").add_argument
     add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text files, or folders of text files")
     add("--text-field", default="text", metavar="NAME", help="field or column with the text (%(default)s)")
     add("--where", metavar="FIELD=VALUE", help="take only the records with this field")
     add(
         "--bad-bytes",
-        choices=CHOICES["bad_bytes"],
+        choices=SETTING_CHOICES["bad_bytes"],
         default="strict",
         help="bytes that are not UTF-8: an error, or replaced and counted (%(default)s)",
     )
@@ -225,19 +225,26 @@ def _add_build(build_parser: argparse.ArgumentParser) -> None:
     text("--given-words", action="store_true", help="for masking, Chinese characters between two spaces are one word")
     text("--drop-duplicates", action="store_true", help="keep only the first of identical documents")
     text("--held-out-share", type=float, default=0.0, metavar="X", help="share to hold out, by a hash of the text")
-    text("--part", choices=CHOICES["part"], default="all", help="which side of the held-out share (%(default)s)")
+    text(
+        "--part", choices=SETTING_CHOICES["part"], default="all", help="which side of the held-out share (%(default)s)"
+    )
     add = build_parser.add_argument_group("samples").add_argument
     add("--tokenizer", type=Path, required=True, metavar="DIR", help="folder written by `vocab` or `transformers`")
     add("--sequence-length", type=int, required=True, metavar="N", help="maximum tokens per sample")
     add(
         "--pairs",
-        choices=CHOICES["pairs"],
+        choices=SETTING_CHOICES["pairs"],
         default="nsp",
         help="second task: next sentence, order, or none (%(default)s)",
     )
     add("--short-sequence-rate", type=float, default=0.1, metavar="X", help="share of shortened samples (%(default)s)")
-    add("--cut", choices=CHOICES["cut"], default="either", help="where a long pair is truncated (%(default)s)")
-    add("--masking", choices=CHOICES["masking"], default="token", help="unit that is masked together (%(default)s)")
+    add("--cut", choices=SETTING_CHOICES["cut"], default="either", help="where a long pair is truncated (%(default)s)")
+    add(
+        "--masking",
+        choices=SETTING_CHOICES["masking"],
+        default="token",
+        help="unit that is masked together (%(default)s)",
+    )
     add("--masked-share", type=float, default=0.15, metavar="X", help="share of the tokens to predict (%(default)s)")
     add("--max-predictions", type=int, metavar="N", help="maximum masked tokens per sample (the share of a full one)")
     add("--duplicates", type=int, default=1, metavar="N", help="passes over the text, with new masks (%(default)s)")

@@ -44,12 +44,12 @@ from data_prep.cleaning import clean
 from data_prep.corpus import Reading, read_chunks
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
-from data_prep.options import Parser, check_place, check_range
+from data_prep.measured_run import MeasuredRun, run_measured
+from data_prep.options import CommandParser, check_place, check_range
 from data_prep.sentences import split_sentences
 from data_prep.sources import find_sources
 from data_prep.streams import say_error
 from data_prep.tokenizer import bert_encoder, load_tokenizer
-from data_prep.watch import Watched, run
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQUENCE_LENGTH, LANGUAGE = 128, "en"
@@ -58,7 +58,7 @@ MB = 1_000_000
 LEAST, MOST = 0.001, 1_000_000  # megabytes of text to measure with
 BATCH = 8192  # sentences per `encode_batch`: 128, or all at once, is slower
 STAGE = re.compile(r"^data_prep: (\w+) [^%\n]* in (?:(\d+) min )?([\d.]+) s(?:, [\d,]+ a second)?$", re.MULTILINE)
-MPI = {  # Open MPI: allow root, and more ranks than cores
+MPI_SETTINGS = {  # Open MPI: allow root, and more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -101,7 +101,7 @@ app = Names(run=run)
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """A row of the table."""
 
     name: str
@@ -111,7 +111,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextFile:
     """A .jsonl file and the size of its text in UTF-8 bytes."""
 
     path: Path
@@ -122,7 +122,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Bench:
+class BuildBench:
     """The options of a measurement and the folders it writes."""
 
     options: argparse.Namespace
@@ -130,7 +130,7 @@ class Bench:
     out: Path  # the data set of the last build
     cores: int
 
-    def cut(self, megabytes: float) -> Text:
+    def cut(self, megabytes: float) -> TextFile:
         """Writes the first ``megabytes`` of the input to a .jsonl file."""
         path, size = self.work / f"text-{megabytes:g}.jsonl", 0
         with path.open("w", encoding="utf-8") as file:
@@ -142,21 +142,21 @@ class Bench:
                         size += len(paragraph.encode())
                 file.write(json.dumps({"text": "\n\n".join(taken)}, ensure_ascii=False) + "\n")
                 if size >= megabytes * MB:
-                    return Text(path, size)
+                    return TextFile(path, size)
         raise DataError(f"the input has {size / MB:.4g} MB of text, {megabytes:g} wanted; give more, or ask for less")
 
-    def build(self, text: Text, processes: int, duplicates: int = 1, ranks: int = 0, **watch: Any) -> Watched:
-        """Builds into ``out``, under MPI if ``ranks`` is set; ``watch`` goes to `run`."""
+    def build(self, text: TextFile, processes: int, duplicates: int = 1, ranks: int = 0, **watch: Any) -> MeasuredRun:
+        """Builds into ``out``, under MPI if ``ranks`` is set; ``watch`` goes to `run_measured`."""
         shutil.rmtree(self.out, ignore_errors=True)
         command = ["mpirun", "-n", str(ranks), sys.executable, "-m", "mpi4py"] if ranks else [sys.executable]
         command += ["-m", "data_prep", "build", f"--input={text.path}", f"--out={self.out}", f"--language={LANGUAGE}"]
         command += [f"--tokenizer={self.options.tokenizer.resolve()}", f"--sequence-length={SEQUENCE_LENGTH}"]
         command += [f"--processes={processes}", f"--duplicates={duplicates}"]
         say(f"building {text}, {f'ranks {ranks}' if ranks else f'processes {processes}'}, duplicates {duplicates}")
-        return run(command, ROOT, os.environ | MPI, **watch)
+        return run_measured(command, ROOT, os.environ | MPI_SETTINGS, **watch)
 
 
-def compare_rates(bench: Bench) -> Iterator[Row]:
+def compare_rates(bench: BuildBench) -> Iterator[Measurement]:
     """Compares the library alone with the whole build, alternating."""
     text = bench.cut(bench.options.megabytes)
     sentences = split(text, bench.work / "sentences.txt")
@@ -169,15 +169,15 @@ def compare_rates(bench: Bench) -> Iterator[Row]:
     library = text.bytes / MB / statistics.median(alone)
     middle = sorted(builds, key=lambda done: done.seconds)[len(builds) // 2]
     whole = text.bytes / MB / middle.seconds
-    yield Row(f"encode_batch alone, {bench.cores} threads", library, "MB/s", f"{text}, median of {len(alone)}")
-    yield Row(f"the whole build, {bench.cores} processes", whole, "MB/s", f"{whole / library:.2f} of that")
+    yield Measurement(f"encode_batch alone, {bench.cores} threads", library, "MB/s", f"{text}, median of {len(alone)}")
+    yield Measurement(f"the whole build, {bench.cores} processes", whole, "MB/s", f"{whole / library:.2f} of that")
     stages = {name: 60 * int(minutes or 0) + float(seconds) for name, minutes, seconds in STAGE.findall(middle.output)}
     for name, seconds in stages.items():
-        yield Row(f"  {name}", seconds, "s")
-    yield Row("  everything else: start, hashes, manifest", middle.seconds - sum(stages.values()), "s")
+        yield Measurement(f"  {name}", seconds, "s")
+    yield Measurement("  everything else: start, hashes, manifest", middle.seconds - sum(stages.values()), "s")
 
 
-def compare_memory(bench: Bench) -> Iterator[Row]:
+def compare_memory(bench: BuildBench) -> Iterator[Measurement]:
     """Peak memory by size of the text and by number of passes over it."""
     small, large = bench.cut(bench.options.megabytes), bench.cut(bench.options.large_megabytes)
     peaks = []
@@ -186,12 +186,12 @@ def compare_memory(bench: Bench) -> Iterator[Row]:
         peaks.append(done)
         name = f"{text}, duplicates {duplicates}"
         times = f"{done.anonymous / peaks[0].anonymous:.2f} times the first"
-        yield Row(f"{name}: anonymous memory", done.anonymous / MB, "MB", times)
+        yield Measurement(f"{name}: anonymous memory", done.anonymous / MB, "MB", times)
         times = f"{done.total / peaks[0].total:.2f} times the first"
-        yield Row(f"{name}: with file-backed pages", done.total / MB, "MB", times)
+        yield Measurement(f"{name}: with file-backed pages", done.total / MB, "MB", times)
 
 
-def compare_google(bench: Bench) -> Iterator[Row]:
+def compare_google(bench: BuildBench) -> Iterator[Measurement]:
     """Compares Google's script with our build, each on one core, alternating."""
     ours, theirs = bench.cut(bench.options.megabytes), bench.cut(bench.options.google_megabytes)
     core = min(os.sched_getaffinity(0))
@@ -211,7 +211,7 @@ def compare_google(bench: Bench) -> Iterator[Row]:
         for name, (python, environment) in pythons.items():
             say(f"Google's script on {theirs}, with {name}")
             command = [str(python), str(runner), *google_command(bench, sentences)]
-            done = run(command, bench.work, environment, core)
+            done = run_measured(command, bench.work, environment, core)
             imports, samples = IMPORTS.search(done.output), WROTE.findall(done.output)
             if imports is None or not samples:
                 raise DataError(f"Google's script did not report its number of samples: {done.output[-200:]}")
@@ -219,14 +219,14 @@ def compare_google(bench: Bench) -> Iterator[Row]:
             wrote[name] = int(samples[-1])
     made = load_manifest(bench.out).counts.samples
     rate = ours.bytes / MB / statistics.median(builds)
-    yield Row("the whole build, one core", rate, "MB/s", f"{ours}, {made:,} samples, median of {len(builds)}")
+    yield Measurement("the whole build, one core", rate, "MB/s", f"{ours}, {made:,} samples, median of {len(builds)}")
     for name, seconds in scripts.items():
         base = theirs.bytes / MB / statistics.median(seconds)
         note = f"{theirs}, {wrote[name]:,} samples; the build is {rate / base:.1f} times as fast"
-        yield Row(f"Google's script, {name}", base, "MB/s", note)
+        yield Measurement(f"Google's script, {name}", base, "MB/s", note)
 
 
-def google_command(bench: Bench, sentences: Path) -> list[str]:
+def google_command(bench: BuildBench, sentences: Path) -> list[str]:
     """The command line of Google's script, with the settings and the vocabulary of the last build."""
     settings, tokenizer = load_manifest(bench.out).settings, bench.out / TOKENIZER_FOLDER
     flags = {
@@ -244,7 +244,7 @@ def google_command(bench: Bench, sentences: Path) -> list[str]:
     return [str(script), *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def compare_identity(bench: Bench) -> Iterator[Row]:
+def compare_identity(bench: BuildBench) -> Iterator[Measurement]:
     """Compares shards across process and rank counts. Raises DataError at the end if they differ."""
     text = bench.cut(bench.options.megabytes)
     mpi = shutil.which("mpirun") is not None and importlib.util.find_spec("mpi4py") is not None
@@ -255,12 +255,17 @@ def compare_identity(bench: Bench) -> Iterator[Row]:
     first, *others = manifests
     different = [name for name in others if manifests[name] != manifests[first]]
     made = ", ".join(manifests) + ("" if mpi else "; no ranks, since mpirun or mpi4py is missing")
-    yield Row("data sets that differ from the first", len(different), "", f"of {len(manifests)}: {made}")
+    yield Measurement("data sets that differ from the first", len(different), "", f"of {len(manifests)}: {made}")
     if different:
         raise DataError(f"the shards with {' and with '.join(different)} differ from those with {first}")
 
 
-PARTS = {"rates": compare_rates, "memory": compare_memory, "google": compare_google, "identity": compare_identity}
+MEASUREMENTS = {
+    "rates": compare_rates,
+    "memory": compare_memory,
+    "google": compare_google,
+    "identity": compare_identity,
+}
 
 
 def read_paragraphs(inputs: list[Path]) -> Iterator[tuple[int, str]]:
@@ -269,7 +274,7 @@ def read_paragraphs(inputs: list[Path]) -> Iterator[tuple[int, str]]:
         yield from chunk.paragraphs
 
 
-def split(text: Text, path: Path) -> Path:
+def split(text: TextFile, path: Path) -> Path:
     """Writes the sentences that a build makes from a text, one per line, with a blank line between documents."""
     say(f"splitting {text} into sentences")
     with path.open("w", encoding="utf-8") as file:
@@ -298,20 +303,26 @@ def say(what: str) -> None:
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parses the command line. Raises DataError for anything that would fail later."""
-    parser = Parser("python -m data_prep.bench", description="Measure the build on this machine.")
+    parser = CommandParser("python -m data_prep.bench", description="Measure the build on this machine.")
     add = parser.add_argument
     add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text files or folders, as for `build`")
     add("--tokenizer", type=Path, required=True, metavar="DIR", help="tokenizer folder, as for `build`")
     add("--google", type=Path, metavar="DIR", help="checkout of github.com/google-research/bert")
     add("--tensorflow", type=Path, metavar="PYTHON", help="interpreter that has TensorFlow 2, for Google's script")
-    add("--only", nargs="+", choices=PARTS, metavar="PART", help=f"any of {', '.join(PARTS)} (all that can run)")
+    add(
+        "--only",
+        nargs="+",
+        choices=MEASUREMENTS,
+        metavar="PART",
+        help=f"any of {', '.join(MEASUREMENTS)} (all that can run)",
+    )
     add("--megabytes", type=float, default=20, metavar="X", help="text for every part (%(default)s)")
     add("--large-megabytes", type=float, default=120, metavar="X", help="the larger text for memory (%(default)s)")
     add("--google-megabytes", type=float, default=2, metavar="X", help="text for Google's script (%(default)s)")
     add("--repeats", type=int, default=3, metavar="N", help="repeats of each timed run (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write the results here")
     options = parser.parse_args(arguments)
-    options.only = options.only or [part for part in PARTS if part != "google" or options.google]
+    options.only = options.only or [part for part in MEASUREMENTS if part != "google" or options.google]
     if "google" in options.only and options.google is None:
         parser.error("--only google needs --google, a checkout")
     for size in ("megabytes", "large_megabytes", "google_megabytes"):
@@ -337,17 +348,17 @@ def measure(options: argparse.Namespace) -> None:
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     machine = f"{model[1] if model else platform.machine()}, Python {platform.python_version()}"
     print(machine)
-    figures: dict[str, list[dict[str, str | float]]] = {}
+    results: dict[str, list[dict[str, str | float]]] = {}
     with tempfile.TemporaryDirectory(prefix="data-prep-bench-") as work:
-        bench = Bench(options, Path(work), Path(work, "out"), len(os.sched_getaffinity(0)))
+        bench = BuildBench(options, Path(work), Path(work, "out"), len(os.sched_getaffinity(0)))
         for part in options.only:
             print(f"\n{part}", flush=True)
-            figures[part] = []
-            for row in PARTS[part](bench):
-                figures[part].append(asdict(row))
+            results[part] = []
+            for row in MEASUREMENTS[part](bench):
+                results[part].append(asdict(row))
                 print(f"  {row.name:<50}{row.value:>10,.2f} {row.unit:<6}{row.note}".rstrip(), flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"machine": machine, **figures}, indent=1, ensure_ascii=False) + "\n")
+        options.json.write_text(json.dumps({"machine": machine, **results}, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from data_prep.errors import DataError, KilledError
 from data_prep.job import (
     FINGERPRINT,
     WORK,
-    Job,
+    BuildJob,
     claim,
     claim_store,
     fingerprint,
@@ -34,16 +34,16 @@ from data_prep.job import (
     remove_work,
 )
 from data_prep.manifest import (
-    FORMAT,
     LENGTH_COUNTS,
+    SHARDS_FORMAT,
+    SHARDS_VERSION,
     TOKEN_COUNTS,
     TOKENIZER_FOLDER,
-    VERSION,
     CorpusRecord,
-    Counts,
     Histogram,
     Manifest,
     PlanRecord,
+    SampleCounts,
     ShardRecord,
     SourceRecord,
     TokenizerRecord,
@@ -52,14 +52,14 @@ from data_prep.manifest import (
     save_manifest,
 )
 from data_prep.masking import make_samples, make_vocabulary
-from data_prep.metrics import Figures
+from data_prep.metrics import BuildMetrics
 from data_prep.npy import read_integers
-from data_prep.pairs import Block, PlanCounts, cut_blocks, plan_pairs
+from data_prep.pairs import DocumentBlock, PlanCounts, cut_blocks, plan_pairs
 from data_prep.selection import Selected, select_documents
 from data_prep.settings import Settings
 from data_prep.shards import shard_name, tar_path, write_shard
 from data_prep.sources import LeftOut, Source, find_left_out, find_sources, parse_where, say_left_out
-from data_prep.store import COUNTS, Counted, TokenizedChunk, id_dtype, require_whole, tokenize_chunk, write_store
+from data_prep.store import COUNTS_FILE, Counted, TokenizedChunk, id_dtype, require_whole, tokenize_chunk, write_store
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import Measured, measure_shard
 from data_prep.workers import Workers, show_progress, start_workers
@@ -75,7 +75,7 @@ def build(
     settings: Settings,
     processes: int,
     store: Path | None = None,
-    figures: Figures | None = None,
+    metrics: BuildMetrics | None = None,
 ) -> Manifest:
     """Makes the data set, or the missing part of it after a run that was killed.
 
@@ -103,11 +103,11 @@ def build(
     hashes = [file_sha256(source.path) for source in sources]
     texts = [(source.name, sha256) for source, sha256 in zip(sources, hashes, strict=True)]
     record = TokenizerRecord(loaded.vocab_size, loaded.sha256(), loaded.specials)
-    figures = figures or Figures()
-    job = Job(out, store or out / WORK / "store", settings, record)
+    metrics = metrics or BuildMetrics()
+    job = BuildJob(out, store or out / WORK / "store", settings, record)
     mark = fingerprint(job, texts)
     if is_complete(job, mark):
-        return _finished(load_manifest(out), figures)
+        return _finished(load_manifest(out), metrics)
     claim(job, mark)
     try:
         claim_store(job, texts)
@@ -117,7 +117,7 @@ def build(
     loaded.save(job.tokenizer_folder)
     try:
         with start_workers(processes) as workers:
-            manifest = _make(job, sources, hashes, left_out, workers, figures)
+            manifest = _make(job, sources, hashes, left_out, workers, metrics)
     except KilledError:
         raise  # the next run reuses what is done
     except DataError:
@@ -126,16 +126,16 @@ def build(
     loaded.save(out / TOKENIZER_FOLDER)
     save_manifest(out, manifest)
     remove_work(job)
-    return _finished(manifest, figures)
+    return _finished(manifest, metrics)
 
 
-def plan_block(block: Block, job: Job) -> tuple[bytes, PlanCounts]:
+def plan_block(block: DocumentBlock, job: BuildJob) -> tuple[bytes, PlanCounts]:
     """The pairs of a block as raw PAIR records, and counts of where its tokens went."""
     pairs, counts = plan_pairs(job.open_store(), block, job.settings, job.vocabulary)
     return pairs.tobytes(), counts
 
 
-def make_shard(number: int, job: Job) -> Measured:
+def make_shard(number: int, job: BuildJob) -> Measured:
     """Makes shard ``number`` unless a valid one exists. Returns the result of `measure_shard`."""
     name = shard_name(number)
     if tar_path(job.out, name).exists():
@@ -162,21 +162,21 @@ def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> list
 
 
 def _make(
-    job: Job,
+    job: BuildJob,
     sources: list[Source],
     hashes: list[str],
     left_out: tuple[LeftOut, ...],
     workers: Workers,
-    figures: Figures,
+    metrics: BuildMetrics,
 ) -> Manifest:
     """Runs the four stages."""
-    files = _tokenize(job, sources, hashes, workers, figures)
-    selected = _select(job, figures)
-    planned = _plan(job, selected, workers, figures)
-    shards, token_counts, length_counts = _make_shards(job, workers, figures)
+    files = _tokenize(job, sources, hashes, workers, metrics)
+    selected = _select(job, metrics)
+    planned = _plan(job, selected, workers, metrics)
+    shards, token_counts, length_counts = _make_shards(job, workers, metrics)
     return Manifest(
-        format=FORMAT,
-        version=VERSION,
+        format=SHARDS_FORMAT,
+        version=SHARDS_VERSION,
         fingerprint=(job.work / FINGERPRINT).read_text(),
         settings=job.settings,
         tokenizer=job.tokenizer,
@@ -190,12 +190,12 @@ def _make(
 
 
 def _tokenize(
-    job: Job, sources: list[Source], hashes: list[str], workers: Workers, figures: Figures
+    job: BuildJob, sources: list[Source], hashes: list[str], workers: Workers, metrics: BuildMetrics
 ) -> tuple[SourceRecord, ...]:
     settings = job.settings
     sizes = [source.path.stat().st_size for source in sources]
-    figures.begin("tokenize", sum(sizes))
-    if not (job.store / COUNTS).exists():
+    metrics.begin("tokenize", sum(sizes))
+    if not (job.store / COUNTS_FILE).exists():
         reading = Reading(parse_where(settings.where), settings.text_field, settings.bad_bytes, settings.format)
         work = partial(
             tokenize_chunk,
@@ -206,8 +206,8 @@ def _tokenize(
         )
         chunks = workers.map(work, read_chunks(sources, reading))
         shown = show_progress(chunks, "tokenized", "bytes", lambda chunk: chunk.read, sum(sizes))
-        write_store(job.store, _counting_text(shown, figures), len(sources))
-    counts = _read_again(job.store / COUNTS, len(Counted))
+        write_store(job.store, _counting_text(shown, metrics), len(sources))
+    counts = _read_again(job.store / COUNTS_FILE, len(Counted))
     require_whole(job.store, counts, len(sources), job.tokenizer.vocab_size)
     if not counts[:, 0].any():
         which = f" in records with {settings.where}" if settings.where else ""
@@ -217,25 +217,25 @@ def _tokenize(
     return tuple(SourceRecord(source.name, size, sha256, *row) for source, size, sha256, row in rows)
 
 
-def _counting_text(chunks: Iterator[TokenizedChunk], figures: Figures) -> Iterator[TokenizedChunk]:
+def _counting_text(chunks: Iterator[TokenizedChunk], metrics: BuildMetrics) -> Iterator[TokenizedChunk]:
     for chunk in chunks:
-        figures.advance(chunk.read)
-        figures.bytes_read += chunk.read
-        figures.sentences += len(chunk.lengths)
-        figures.tokens += len(chunk.ids)
-        figures.sentences_empty += int(chunk.counted[Counted.EMPTY])
-        figures.sentences_cut += int(chunk.counted[Counted.CUT])
-        figures.bytes_replaced += int(chunk.counted[Counted.REPLACED])
-        figures.characters_cleaned += int(chunk.counted[Counted.CLEANED])
+        metrics.advance(chunk.read)
+        metrics.bytes_read += chunk.read
+        metrics.sentences += len(chunk.lengths)
+        metrics.tokens += len(chunk.ids)
+        metrics.sentences_empty += int(chunk.counted[Counted.EMPTY])
+        metrics.sentences_cut += int(chunk.counted[Counted.CUT])
+        metrics.bytes_replaced += int(chunk.counted[Counted.REPLACED])
+        metrics.characters_cleaned += int(chunk.counted[Counted.CLEANED])
         yield chunk
 
 
-def _select(job: Job, figures: Figures) -> Selected:
-    figures.begin("select", 1)
+def _select(job: BuildJob, metrics: BuildMetrics) -> Selected:
+    metrics.begin("select", 1)
     selected = select_documents(job.store, job.selection, job.settings)
-    figures.documents += selected.documents
-    figures.documents_duplicate += selected.duplicates
-    figures.documents_held_out += selected.other_part
+    metrics.documents += selected.documents
+    metrics.documents_duplicate += selected.duplicates
+    metrics.documents_held_out += selected.other_part
     documents = selected.documents - selected.duplicates - selected.other_part
     if documents >= FEWEST_DOCUMENTS[job.settings.pairs]:
         return selected
@@ -252,10 +252,10 @@ def _select(job: Job, figures: Figures) -> Selected:
     )
 
 
-def _plan(job: Job, selected: Selected, workers: Workers, figures: Figures) -> PlanCounts:
+def _plan(job: BuildJob, selected: Selected, workers: Workers, metrics: BuildMetrics) -> PlanCounts:
     counts_file = job.plan.with_suffix(".npy")
     tokens = job.settings.duplicates * selected.tokens
-    figures.begin("plan", tokens)
+    metrics.begin("plan", tokens)
     if not counts_file.exists():
         total = np.zeros(len(PlanCounts._fields), np.int64)
         blocks = workers.map(partial(plan_block, job=job), cut_blocks(job.open_store(), job.settings.duplicates))
@@ -263,7 +263,7 @@ def _plan(job: Job, selected: Selected, workers: Workers, figures: Figures) -> P
             for pairs, counts in show_progress(blocks, "planned", "tokens", lambda made: made[1].tokens, tokens):
                 file.write(pairs)
                 total += counts
-                figures.advance(counts.tokens)
+                metrics.advance(counts.tokens)
             if total[PlanCounts._fields.index("unmaskable")] and not file.tell():
                 raise DataError("no sample has a token that can be predicted: does the tokenizer fit this text?")
             if not file.tell():
@@ -274,27 +274,27 @@ def _plan(job: Job, selected: Selected, workers: Workers, figures: Figures) -> P
         with replacing(counts_file) as file:
             np.save(file, total, allow_pickle=False)
     planned = PlanCounts(*_read_again(counts_file).tolist())
-    figures.tokens_left_over += planned.left_over
-    figures.tokens_truncated += planned.truncated
-    figures.pairs_unmaskable += planned.unmaskable
+    metrics.tokens_left_over += planned.left_over
+    metrics.tokens_truncated += planned.truncated
+    metrics.pairs_unmaskable += planned.unmaskable
     return planned
 
 
 def _make_shards(
-    job: Job, workers: Workers, figures: Figures
+    job: BuildJob, workers: Workers, metrics: BuildMetrics
 ) -> tuple[tuple[ShardRecord, ...], NDArray[np.int64], NDArray[np.int64]]:
     samples = len(job.open_plan())
-    figures.begin("write", samples)
+    metrics.begin("write", samples)
     made = workers.map(partial(make_shard, job=job), range(-(-samples // job.settings.samples_per_shard)))
     token_counts = np.zeros(job.tokenizer.vocab_size, np.int64)
     length_counts = np.zeros(job.settings.sequence_length + 1, np.int64)
     records = []
     for record, tokens, lengths in show_progress(made, "wrote", "samples", lambda made: made.record.samples, samples):
         records.append(record)
-        figures.advance(record.samples)
-        figures.samples += record.samples
-        figures.shards += 1
-        figures.bytes_written += record.bytes
+        metrics.advance(record.samples)
+        metrics.samples += record.samples
+        metrics.shards += 1
+        metrics.bytes_written += record.bytes
         token_counts += tokens
         length_counts[: len(lengths)] += lengths
     token_counts[list(astuple(job.tokenizer.specials))] = 0
@@ -309,28 +309,28 @@ def _read_again(path: Path, *columns: int) -> NDArray[np.int64]:
         raise DataError(f"{error}; remove it, and run again") from None
 
 
-def _finished(manifest: Manifest, figures: Figures) -> Manifest:
+def _finished(manifest: Manifest, metrics: BuildMetrics) -> Manifest:
     """Sets the metrics to those of the whole data set, even if this run made only part of it."""
     corpus, plan = manifest.corpus, manifest.plan
-    figures.bytes_read = sum(file.bytes for file in corpus.files)
-    figures.bytes_replaced = sum(file.replaced for file in corpus.files)
-    figures.characters_cleaned = sum(file.cleaned for file in corpus.files)
-    figures.documents, figures.documents_duplicate = corpus.documents, corpus.duplicates
-    figures.documents_held_out = corpus.other_part
-    figures.sentences, figures.tokens = corpus.sentences, corpus.tokens
-    figures.sentences_empty = sum(file.empty for file in corpus.files)
-    figures.sentences_cut = sum(file.cut for file in corpus.files)
-    figures.tokens_left_over, figures.tokens_truncated = plan.left_over, plan.truncated
-    figures.pairs_unmaskable = plan.unmaskable
-    figures.samples, figures.shards = manifest.counts.samples, len(manifest.shards)
-    figures.bytes_written = sum(shard.bytes for shard in manifest.shards)
-    figures.succeed()
+    metrics.bytes_read = sum(file.bytes for file in corpus.files)
+    metrics.bytes_replaced = sum(file.replaced for file in corpus.files)
+    metrics.characters_cleaned = sum(file.cleaned for file in corpus.files)
+    metrics.documents, metrics.documents_duplicate = corpus.documents, corpus.duplicates
+    metrics.documents_held_out = corpus.other_part
+    metrics.sentences, metrics.tokens = corpus.sentences, corpus.tokens
+    metrics.sentences_empty = sum(file.empty for file in corpus.files)
+    metrics.sentences_cut = sum(file.cut for file in corpus.files)
+    metrics.tokens_left_over, metrics.tokens_truncated = plan.left_over, plan.truncated
+    metrics.pairs_unmaskable = plan.unmaskable
+    metrics.samples, metrics.shards = manifest.counts.samples, len(manifest.shards)
+    metrics.bytes_written = sum(shard.bytes for shard in manifest.shards)
+    metrics.succeed()
     return manifest
 
 
-def _total(shards: tuple[ShardRecord, ...]) -> Counts:
-    names = [field.name for field in fields(Counts)]
-    return Counts(**{name: sum(getattr(shard, name) for shard in shards) for name in names})
+def _total(shards: tuple[ShardRecord, ...]) -> SampleCounts:
+    names = [field.name for field in fields(SampleCounts)]
+    return SampleCounts(**{name: sum(getattr(shard, name) for shard in shards) for name in names})
 
 
 def _save_histogram(path: Path, counts: NDArray[np.int64]) -> Histogram:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from data_prep.encoding import flaw, read_utf8
 from data_prep.errors import DataError, shortage
 from data_prep.json_text import parse_json
-from data_prep.lines import NEAR, Block, read_blocks, read_head
+from data_prep.lines import NEAR, LineBlock, read_blocks, read_head
 from data_prep.sources import Source, Where, format_of
 
 CHUNK_CHARACTERS = 1 << 18  # given to a worker at once
@@ -77,10 +77,10 @@ class Chunk:
 
 def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
     """The corpus in order, split between paragraphs into chunks. The split does not depend on the number of workers."""
-    document = untold = 0  # untold: bytes that no chunk has reported yet
+    document = unreported = 0  # bytes that no chunk has reported yet
     for number, source in enumerate(sources):
         with source.path.open("rb", buffering=0) as disk:
-            size, told = os.fstat(disk.fileno()).st_size, 0
+            size, reported = os.fstat(disk.fileno()).st_size, 0
             paragraphs: list[tuple[int, str]] = []
             characters = replaced = cut = 0
             before, left = document, Counter[str]()
@@ -91,17 +91,17 @@ def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
                 replaced += replacements
                 cut += cuts
                 if characters >= CHUNK_CHARACTERS:
-                    untold, told = untold + disk.tell() - told, disk.tell()
-                    yield Chunk(number, paragraphs, untold, replaced, cut, document - before, dict(left))
-                    paragraphs, untold, characters, replaced, cut = [], 0, 0, 0, 0
+                    unreported, reported = unreported + disk.tell() - reported, disk.tell()
+                    yield Chunk(number, paragraphs, unreported, replaced, cut, document - before, dict(left))
+                    paragraphs, unreported, characters, replaced, cut = [], 0, 0, 0, 0
                     before = document
                     left.clear()
-            untold += size - told
+            unreported += size - reported
             if paragraphs or left:
-                yield Chunk(number, paragraphs, untold, replaced, cut, document - before, dict(left))
-                untold = 0
-    if untold:
-        yield Chunk(len(sources) - 1, [], untold, 0, 0, 0, {})
+                yield Chunk(number, paragraphs, unreported, replaced, cut, document - before, dict(left))
+                unreported = 0
+    if unreported:
+        yield Chunk(len(sources) - 1, [], unreported, 0, 0, 0, {})
 
 
 def read_paragraphs(source: Source, reading: Reading, left: Counter[str] | None = None) -> Iterator[Paragraph]:
@@ -191,7 +191,7 @@ def _article_of(text: str) -> str:
     return _unescape(text).replace("\n", "\n\n")
 
 
-def _decode_lines(block: Block, path: Path, reading: Reading) -> Iterable[tuple[str, int]]:
+def _decode_lines(block: LineBlock, path: Path, reading: Reading) -> Iterable[tuple[str, int]]:
     text = read_utf8(block.data)
     if text is not None:
         return zip(text.split("\n"), repeat(0))

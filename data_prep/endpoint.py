@@ -18,9 +18,9 @@ from typing import Any
 
 CONNECTIONS = 16  # open at once; a further one closes the oldest
 REQUEST_BYTES = 8 << 10
-SECONDS = 10.0  # from accept to the end of the answer; also Prometheus's default scrape timeout
+ANSWER_SECONDS = 10.0  # from accept to the end of the answer; also Prometheus's default scrape timeout
 PAUSE = 0.05  # seconds after each accepted connection: at most 20 a second
-POLL = 0.2  # seconds between two checks of the clock
+CLOCK_CHECK_SECONDS = 0.2  # seconds between two checks of the clock
 # errors that a request may cause in the application; the client gets a 500, and serving continues
 PROVOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 Application = Callable[[dict[str, str], Callable[[str, list[tuple[str, str]]], Any]], Iterable[bytes]]  # WSGI's
@@ -80,7 +80,7 @@ class Endpoint:
 
     def _serve(self) -> None:
         while not self._ended.is_set():
-            for key, _ in self._selector.select(POLL):
+            for key, _ in self._selector.select(CLOCK_CHECK_SECONDS):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fd in self._connections:  # otherwise it was closed to make room for a newer one
@@ -95,7 +95,7 @@ class Endpoint:
         except (OSError, MemoryError):  # the client is gone, or no descriptor is left: retry later
             time.sleep(PAUSE)
             return
-        connection = _Connection(accepted, time.monotonic() + SECONDS)
+        connection = _Connection(accepted, time.monotonic() + ANSWER_SECONDS)
         if len(self._connections) >= CONNECTIONS:
             self._drop(next(iter(self._connections.values())))
         self._connections[accepted.fileno()] = connection
@@ -155,7 +155,7 @@ def respond(head: str, application: Application) -> bytes:
     }
     started: list[Any] = []
     try:
-        body = b"".join(application(environ, lambda *told: started.extend(told)))
+        body = b"".join(application(environ, lambda *response: started.extend(response)))
         status, fields = started
     except PROVOKED as error:
         status, fields, body = "500 Internal Server Error", [], f"{error!r}\n".encode()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.combining_marks import LIMIT, loss
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
-from data_prep.marks import LIMIT, loss
 from data_prep.settings import largest_count
 from data_prep.shards import Sample, decode_sample, index_path, read_index, tar_path
 from data_prep.sources import describe_left_out

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from data_prep.atomic import TEMPORARY, replacing
 from data_prep.errors import DataError
-from data_prep.manifest import FORMAT, MANIFEST, TOKENIZER_FOLDER, VERSION, TokenizerRecord, load_manifest
+from data_prep.manifest import MANIFEST, SHARDS_FORMAT, SHARDS_VERSION, TOKENIZER_FOLDER, TokenizerRecord, load_manifest
 from data_prep.masking import Vocabulary, make_vocabulary
-from data_prep.pairs import PAIR
+from data_prep.pairs import PAIR_DTYPE
 from data_prep.settings import LATER, Settings
-from data_prep.shards import PREFIX
-from data_prep.store import COUNTS, Counted, Store, open_store
+from data_prep.shards import SHARD_PREFIX
+from data_prep.store import COUNTS_FILE, Counted, Store, open_store
 from data_prep.streams import warn
 from data_prep.tokenizer import load_once
 from data_prep.verify import verify
@@ -35,7 +35,7 @@ OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "toke
 
 
 @dataclass(frozen=True)
-class Job:
+class BuildJob:
     """The settings and folders of a build."""
 
     out: Path
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def plan(self) -> Path:
-        """The file of pairs: raw PAIR records in corpus order."""
+        """The file of pairs: raw PAIR_DTYPE records in corpus order."""
         return self.work / "plan"
 
     @property
@@ -73,20 +73,20 @@ class Job:
         return open_store(self.store, self.selection, self.tokenizer.vocab_size)
 
     def open_plan(self) -> NDArray[np.void]:
-        """Maps the plan, PAIR[samples]."""
-        return np.memmap(self.plan, PAIR, "r")
+        """Maps the plan, PAIR_DTYPE[samples]."""
+        return np.memmap(self.plan, PAIR_DTYPE, "r")
 
 
-def fingerprint(job: Job, sources: list[tuple[str, str]]) -> str:
+def fingerprint(job: BuildJob, sources: list[tuple[str, str]]) -> str:
     """Hash of everything that decides the data set, ``sources`` (name, sha256) included. Equal hashes, equal bytes."""
     settings = asdict(job.settings)
     for field in fields(Settings):
         if field.metadata == LATER and settings[field.name] == field.default:
             del settings[field.name]
-    return _hash([FORMAT, VERSION, settings, asdict(job.tokenizer), sources])
+    return _hash([SHARDS_FORMAT, SHARDS_VERSION, settings, asdict(job.tokenizer), sources])
 
 
-def claim(job: Job, mark: str) -> None:
+def claim(job: BuildJob, mark: str) -> None:
     """Claims an empty folder, or one in which the same build was started. Raises DataError for any other."""
     out, known = job.out, job.work / FINGERPRINT
     if _is_marked(known, mark):
@@ -95,7 +95,7 @@ def claim(job: Job, mark: str) -> None:
                 path.unlink(missing_ok=True)
         return
     found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
-    if known.exists() or any(name.startswith(PREFIX) for name in found):
+    if known.exists() or any(name.startswith(SHARD_PREFIX) for name in found):
         raise DataError(f"--out {out} holds another build, {ANOTHER}")
     if found:
         raise DataError(f"--out {out} holds other files ({found[0]}); {REMEDY}")
@@ -104,11 +104,11 @@ def claim(job: Job, mark: str) -> None:
     _mark(job.work, mark)
 
 
-def claim_store(job: Job, sources: list[tuple[str, str]]) -> None:
+def claim_store(job: BuildJob, sources: list[tuple[str, str]]) -> None:
     """Claims the store's folder in the same way. Builds of different samples from the same text share it."""
     settings = asdict(job.settings)
     held = [settings[name] for name in OF_STORE]
-    mark = _hash([FORMAT, VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
+    mark = _hash([SHARDS_FORMAT, SHARDS_VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
     known = job.store / FINGERPRINT
     if _is_marked(known, mark):
         return
@@ -120,22 +120,22 @@ def claim_store(job: Job, sources: list[tuple[str, str]]) -> None:
     _mark(job.store, mark)
 
 
-def release(job: Job) -> None:
+def release(job: BuildJob) -> None:
     """Removes the leftovers of a build that has no shard yet; a complete store is kept."""
-    if not (job.store / COUNTS).exists():
+    if not (job.store / COUNTS_FILE).exists():
         shutil.rmtree(job.store, ignore_errors=True)
     release_work(job)
 
 
-def release_work(job: Job) -> None:
+def release_work(job: BuildJob) -> None:
     """Same as `release`, but keeps the store: a store that was refused may be another user's folder."""
-    if not list(job.out.glob(PREFIX + "*")):
+    if not list(job.out.glob(SHARD_PREFIX + "*")):
         shutil.rmtree(job.work, ignore_errors=True)
         with suppress(OSError):  # not empty, or a mount point
             job.out.rmdir()
 
 
-def remove_work(job: Job) -> None:
+def remove_work(job: BuildJob) -> None:
     """Removes the working files of a finished build. A failure to remove them is only a warning."""
     try:
         shutil.rmtree(job.work)
@@ -143,7 +143,7 @@ def remove_work(job: Job) -> None:
         warn(f"{job.work} cannot be removed ({error}): remove it by hand")
 
 
-def is_complete(job: Job, mark: str) -> bool:
+def is_complete(job: BuildJob, mark: str) -> bool:
     """Whether this build was completed here. Raises DataError if it is damaged, or if the folder has another build."""
     if not (job.out / MANIFEST).exists():
         return False

@@ -8,20 +8,20 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-DEEPEST = 64  # nested brackets; our own deepest file has six
-LARGEST = 1 << 30  # bytes; enough for the manifest of three million text files
+DEEPEST_JSON = 64  # nested brackets; our own deepest file has six
+LARGEST_JSON_BYTES = 1 << 30  # bytes; enough for the manifest of three million text files
 MOST_SHOWN = 240  # characters of a value shown in an error line
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError if the text is not JSON, or nested more than DEEPEST levels deep."""
-    if text.count("[") + text.count("{") > DEEPEST and _depth(text) > DEEPEST:
-        raise ValueError(f"nested more than {DEEPEST} levels deep")
+    """Parse JSON. Raises ValueError if the text is not JSON, or nested more than DEEPEST_JSON levels deep."""
+    if text.count("[") + text.count("{") > DEEPEST_JSON and _depth(text) > DEEPEST_JSON:
+        raise ValueError(f"nested more than {DEEPEST_JSON} levels deep")
     return json.loads(text)
 
 
-def read_json(path: Path, largest: int = LARGEST) -> Any:
+def read_json(path: Path, largest: int = LARGEST_JSON_BYTES) -> Any:
     """Parse a file of UTF-8 JSON.
 
     Raises OSError if it cannot be read, and ValueError as `parse_json` does, or if it has more than ``largest`` bytes.
@@ -29,7 +29,7 @@ def read_json(path: Path, largest: int = LARGEST) -> Any:
     return parse_json(read_text(path, largest))
 
 
-def read_text(path: Path, largest: int = LARGEST) -> str:
+def read_text(path: Path, largest: int = LARGEST_JSON_BYTES) -> str:
     """A file of UTF-8 text. Raises OSError, or ValueError if it is not UTF-8 or has more than ``largest`` bytes."""
     with path.open("rb") as file:
         data = file.read(largest + 1)

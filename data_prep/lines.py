@@ -26,7 +26,7 @@ ZSTD_BYTES = 1 << 10  # unpacked at once: they can expand to 11 MB
 ZSTD_WINDOW = 1 << 31  # bytes: the window that `zstd --ultra --long=31` needs
 
 
-class Block(NamedTuple):
+class LineBlock(NamedTuple):
     """Whole lines separated by LF, or a piece of a line that is too long, or the rest of that line and whole lines."""
 
     number: int  # number of the first line, from 1
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     ends: bool  # whether the last line ends here
 
 
-def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
+def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[LineBlock]:
     """The lines of the file ``disk`` at ``path``, without a byte order mark, in blocks for speed.
 
     A line of more than ``longest`` bytes comes in pieces, cut before a nearby space if possible and never within a
@@ -53,11 +53,11 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
             rest += more
             while len(rest) > longest and rest.find(b"\n", 0, longest + 1) < 0:
                 end = _cut_before(rest, longest)
-                yield Block(number, column, rest[:end], False)
+                yield LineBlock(number, column, rest[:end], False)
                 column, rest = column + end, rest[end:]
             end = rest.rfind(b"\n")
             if end >= 0:
-                yield Block(number, column, rest[:end], True)
+                yield LineBlock(number, column, rest[:end], True)
                 number, column, rest = number + rest.count(b"\n"), 0, rest[end + 1 :]
     except DAMAGE as error:
         if shortage(error):
@@ -65,10 +65,10 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[Block]:
         remedy = "fetch or compress it again, or move it out of the input"
         raise DataError(f"{path}: cannot be read after line {number - 1} ({error}); {remedy}") from None
     if rest:
-        yield Block(number, column, rest.removesuffix(b"\n"), True)  # the whole file may be shorter than a block
+        yield LineBlock(number, column, rest.removesuffix(b"\n"), True)  # the whole file may be shorter than a block
 
 
-def read_head(path: Path) -> Block | None:
+def read_head(path: Path) -> LineBlock | None:
     """The first lines of a file, at most HEAD_BYTES, or a piece of its first line; None if the file is empty."""
     with path.open("rb", buffering=0) as disk:
         return next(read_blocks(disk, path, HEAD_BYTES), None)

@@ -16,15 +16,16 @@ from data_prep.atomic import replacing
 from data_prep.errors import DataError, shortage
 from data_prep.json_text import read_json, shown
 from data_prep.npy import read_integers
-from data_prep.settings import LATER, MOST_SAMPLES, Settings
+from data_prep.settings import LATER, MOST_SHARD_SAMPLES, Settings
 from data_prep.settings import problems as settings_problems
 from data_prep.shards import shard_name
 from data_prep.sources import LeftOut
 from data_prep.tokenizer import MOST_PIECES, SpecialIds
 
-FORMAT, VERSION = "lambert-shards", 2
+SHARDS_FORMAT, SHARDS_VERSION = "lambert-shards", 2
 MANIFEST = "manifest.json"
-SMALL = 64 << 20  # bytes: a remote reader's limit for the manifest, and for each file whose size it does not give
+# A remote reader's limit for the manifest, and for each file whose size the manifest does not give.
+SMALL_FILE_BYTES = 64 << 20
 TOKENIZER_FOLDER = "tokenizer"
 MOST_TOLD = 5  # problems of a manifest in one error line
 TOKEN_COUNTS, LENGTH_COUNTS = "token_counts.npy", "length_counts.npy"
@@ -89,7 +90,7 @@ class PlanRecord:
 
 
 @dataclass(frozen=True)
-class Counts:
+class SampleCounts:
     """Totals over all samples. tokens includes control tokens; is_next counts pairs that are true or in order."""
 
     samples: int
@@ -100,7 +101,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard and its index, with the same counts as `Counts`."""
+    """A shard and its index, with the same counts as `SampleCounts`."""
 
     name: str
     bytes: int
@@ -131,7 +132,7 @@ class Manifest:
     tokenizer: TokenizerRecord
     corpus: CorpusRecord
     plan: PlanRecord
-    counts: Counts
+    counts: SampleCounts
     shards: tuple[ShardRecord, ...]
     token_counts: Histogram  # [V] how often each ordinary token occurs in the unmasked samples
     length_counts: Histogram  # [sequence_length + 1] number of samples of each length
@@ -156,8 +157,8 @@ def load_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error})") from None
     found = (content.get("format"), content.get("version")) if isinstance(content, dict) else None
-    if found != (FORMAT, VERSION):
-        raise DataError(f"{path}: wanted format {FORMAT} version {VERSION}, found {shown(found)}")
+    if found != (SHARDS_FORMAT, SHARDS_VERSION):
+        raise DataError(f"{path}: wanted format {SHARDS_FORMAT} version {SHARDS_VERSION}, found {shown(found)}")
     manifest: Manifest = _parse(Manifest, content, str(path))
     if problems := list(_problems(manifest)):
         raise DataError(f"{path}: {'; '.join(problems[:MOST_TOLD])}")
@@ -225,8 +226,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for number, shard in enumerate(manifest.shards):
         if shard.name != shard_name(number):
             yield f"shards[{number}]: name {shown(shard.name)}: wanted {shard_name(number)}"
-        if not 1 <= shard.samples <= MOST_SAMPLES:
-            yield f"shards[{number}]: samples {shard.samples}: wanted 1 to {MOST_SAMPLES}"
+        if not 1 <= shard.samples <= MOST_SHARD_SAMPLES:
+            yield f"shards[{number}]: samples {shard.samples}: wanted 1 to {MOST_SHARD_SAMPLES}"
     for name, file in (("token_counts", TOKEN_COUNTS), ("length_counts", LENGTH_COUNTS)):
         if (found := getattr(manifest, name).file) != file:
             yield f"{name}: file {shown(found)}: wanted {file}"

@@ -1,6 +1,6 @@
 """Prometheus metrics of a build: over HTTP while it runs, and at its end through a file or a Pushgateway.
 
-`Figures` are plain counters that every build updates. Only `serve`, `write_textfile` and `push` need
+`BuildMetrics` are plain counters that every build updates. Only `serve`, `write_textfile` and `push` need
 ``prometheus_client``, and they import it when called. Each series has the label ``dataset``: one node_exporter may read
 the files of two data sets, and it would drop the second of two equal series.
 """
@@ -25,7 +25,7 @@ from data_prep.streams import warn
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
-PREFIX = "lambert_prep_"
+METRIC_PREFIX = "lambert_prep_"
 JOB = "lambert_prep"  # job name of the Pushgateway groups
 GATEWAY = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+])(:(?P<port>\d+))?(/[\w.~/-]*)?", re.ASCII | re.IGNORECASE)
 PUSH_SECONDS = 10  # timeout for the Pushgateway's answer
@@ -65,7 +65,7 @@ NOT_BEGUN = Stage(0.0, None, 0.0, 0.0)
 
 
 @dataclass
-class Figures:
+class BuildMetrics:
     """Progress of a build: add to the counts, and call `begin` and `advance` in each stage."""
 
     dataset: str = ""  # name of the output folder, a label of every series
@@ -126,7 +126,7 @@ class Figures:
 
 
 @contextmanager
-def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Iterator[int | None]:
+def serve(metrics: BuildMetrics, port: int | None, address: str = "0.0.0.0") -> Iterator[int | None]:
     """Serves Prometheus metrics at ``http://address:port/metrics`` during a ``with`` block; port None: no endpoint.
 
     Listens on every address by default, since Prometheus usually runs on another machine. Yields the port, which the
@@ -135,7 +135,7 @@ def serve(figures: Figures, port: int | None, address: str = "0.0.0.0") -> Itera
     if port is None:
         yield None
         return
-    registry = _registry(figures, "--metrics-port")
+    registry = _registry(metrics, "--metrics-port")
     from prometheus_client import make_wsgi_app
 
     try:
@@ -157,20 +157,20 @@ def check_textfile(path: Path) -> None:
     check_place("--metrics-file", path, ".prom")  # node_exporter reads only these
 
 
-def write_textfile(figures: Figures, path: Path) -> None:
+def write_textfile(metrics: BuildMetrics, path: Path) -> None:
     """Atomically replaces ``path`` with the metrics, for node_exporter's textfile collector.
 
     Call it only after a success. A failed build thus keeps the file of the last good one, and its
     ``lambert_prep_last_success_timestamp_seconds`` gets old: alert on that.
     """
-    registry = _registry(figures, "--metrics-file")
+    registry = _registry(metrics, "--metrics-file")
     from prometheus_client import write_to_textfile
 
     write_to_textfile(str(path), registry)
 
 
 @contextmanager
-def push(figures: Figures, gateway: str | None) -> Iterator[None]:
+def push(metrics: BuildMetrics, gateway: str | None) -> Iterator[None]:
     """Pushes the outcome of a ``with`` block, the build, to a Pushgateway; None: no push.
 
     The data set has its own group, which contains results only. A success replaces it. A failure adds
@@ -183,7 +183,7 @@ def push(figures: Figures, gateway: str | None) -> Iterator[None]:
     if gateway is None:
         yield
         return
-    results = _registry(figures, "--metrics-push")
+    results = _registry(metrics, "--metrics-push")
     match = GATEWAY.fullmatch(gateway)
     if not match or not 0 < int(match["port"] or 80) < 65536:
         shown = gateway.rpartition("@")[2]  # without a password
@@ -195,10 +195,10 @@ def push(figures: Figures, gateway: str | None) -> Iterator[None]:
     except Exception:
         failure = CollectorRegistry()
         text = "Unix time of a failed build that no success has followed."
-        Gauge(PREFIX + "last_failure_timestamp_seconds", text, registry=failure).set_to_current_time()
-        _push(pushadd_to_gateway, gateway, failure, figures.dataset)
+        Gauge(METRIC_PREFIX + "last_failure_timestamp_seconds", text, registry=failure).set_to_current_time()
+        _push(pushadd_to_gateway, gateway, failure, metrics.dataset)
         raise
-    _push(push_to_gateway, gateway, results, figures.dataset)
+    _push(push_to_gateway, gateway, results, metrics.dataset)
 
 
 def _push(send: Callable[..., None], gateway: str, registry: CollectorRegistry, dataset: str) -> None:
@@ -210,13 +210,13 @@ def _push(send: Callable[..., None], gateway: str, registry: CollectorRegistry, 
         warn(said)
 
 
-def _registry(figures: Figures, option: str) -> CollectorRegistry:
+def _registry(metrics: BuildMetrics, option: str) -> CollectorRegistry:
     """A separate registry per build, so that two builds in one process do not mix."""
     _require_client(option)
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    registry.register(_Collector(figures))
+    registry.register(_Collector(metrics))
     return registry
 
 
@@ -229,30 +229,32 @@ def _require_client(option: str) -> None:
 class _Collector:
     """Reads the metrics when Prometheus scrapes. The set of series depends only on success."""
 
-    figures: Figures
+    metrics: BuildMetrics
 
     def collect(self) -> Iterator[Metric]:
         """Every series with its help text."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-        figures = self.figures
-        of = [figures.dataset]
+        metrics = self.metrics
+        of = [metrics.dataset]
         yield InfoMetricFamily(
-            PREFIX + "build", "Versions and settings of the build.", {"dataset": figures.dataset} | figures.versions
+            METRIC_PREFIX + "build",
+            "Versions and settings of the build.",
+            {"dataset": metrics.dataset} | metrics.versions,
         )
         for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["dataset"])
-            counter.add_metric(of, getattr(figures, name))
+            counter = CounterMetricFamily(METRIC_PREFIX + name, text, labels=["dataset"])
+            counter.add_metric(of, getattr(metrics, name))
             yield counter
         by = ["dataset", "stage"]
-        seconds = CounterMetricFamily(PREFIX + "stage_seconds", "Wall time of each stage.", labels=by)
-        progress = GaugeMetricFamily(PREFIX + "progress_ratio", "Finished share of each stage.", labels=by)
+        seconds = CounterMetricFamily(METRIC_PREFIX + "stage_seconds", "Wall time of each stage.", labels=by)
+        progress = GaugeMetricFamily(METRIC_PREFIX + "progress_ratio", "Finished share of each stage.", labels=by)
         for stage in STAGES:
-            seconds.add_metric([*of, stage], figures.seconds(stage))
-            progress.add_metric([*of, stage], figures.progress(stage))
+            seconds.add_metric([*of, stage], metrics.seconds(stage))
+            progress.add_metric([*of, stage], metrics.progress(stage))
         yield from (seconds, progress)
-        if figures.succeeded is not None:
+        if metrics.succeeded is not None:
             text = "Unix time at which the data set was complete."
-            success = GaugeMetricFamily(PREFIX + "last_success_timestamp_seconds", text, labels=["dataset"])
-            success.add_metric(of, figures.succeeded)
+            success = GaugeMetricFamily(METRIC_PREFIX + "last_success_timestamp_seconds", text, labels=["dataset"])
+            success.add_metric(of, metrics.succeeded)
             yield success

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from data_prep.errors import DataError, shortage
 
-HEADER = 128  # bytes of header, for arrays of one or two dimensions
+HEADER_BYTES = 128  # bytes of header, for arrays of one or two dimensions
 INTEGER = np.dtype("<i8")
 
 
 @lru_cache(maxsize=4096)
 def npy_header(dtype: str, *shape: int) -> bytes:
-    """The HEADER bytes that `np.save` writes before an array of this shape."""
+    """The HEADER_BYTES that `np.save` writes before an array of this shape."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
     return file.getvalue()
@@ -43,7 +43,7 @@ def read_integers(path: Path, *columns: int, sha256: str | None = None, what: st
         raise DataError(f"{path}: no {what} can be read ({error.strerror})") from None
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{path}: not the {what} in the manifest (its sha256 differs)")
-    rows, rest = divmod(len(content) - HEADER, INTEGER.itemsize * int(np.prod(columns, dtype=np.int64)))
-    if rows < 0 or rest or content[:HEADER] != npy_header(INTEGER.str, rows, *columns):
+    rows, rest = divmod(len(content) - HEADER_BYTES, INTEGER.itemsize * int(np.prod(columns, dtype=np.int64)))
+    if rows < 0 or rest or content[:HEADER_BYTES] != npy_header(INTEGER.str, rows, *columns):
         raise DataError(f"{path}: no {what}: its .npy header does not fit its {len(content)} bytes")
-    return np.frombuffer(content, INTEGER, offset=HEADER).reshape(rows, *columns).astype(np.int64)
+    return np.frombuffer(content, INTEGER, offset=HEADER_BYTES).reshape(rows, *columns).astype(np.int64)

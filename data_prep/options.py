@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from data_prep.errors import DataError
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser without abbreviated options: a later version could make an abbreviation ambiguous."""
 
     def __init__(self, prog: str | None = None, **more: Any) -> None:

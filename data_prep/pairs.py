@@ -37,7 +37,7 @@ from data_prep.store import Store
 
 SPECIALS_IN_PAIR = 3  # [CLS] A [SEP] B [SEP]
 SPECIALS_IN_SINGLE = 2  # [CLS] A [SEP]
-PAIR = np.dtype(
+PAIR_DTYPE = np.dtype(
     [("a_start", "<i8"), ("b_start", "<i8"), ("a_length", "<i4"), ("b_length", "<i4"), ("is_next", "<i4")]
 )  # 28 bytes per sample; starts are offsets in Store.ids, lengths are in tokens
 PIECE, OTHER, FRONT = 0x70696563, 0x6F746872, 0x66726F6E  # streams of draws: "piec", "othr", "fron"
@@ -47,7 +47,7 @@ TOKENS_AT_ONCE = 1 << 21  # most tokens of the pairs processed together
 
 
 @dataclass(frozen=True)
-class Block:
+class DocumentBlock:
     """Rows first..last-1 of Store.documents, in one of the duplicates."""
 
     duplicate: int
@@ -83,7 +83,7 @@ class Pieces(NamedTuple):
     is_next: NDArray[np.int64]
 
 
-def cut_blocks(store: Store, duplicates: int) -> Iterator[Block]:
+def cut_blocks(store: Store, duplicates: int) -> Iterator[DocumentBlock]:
     """The blocks to plan, in the order of the plan. A block has at most BLOCK_TOKENS tokens, or is one document."""
     count = len(store.documents)
     for duplicate in range(duplicates):
@@ -92,21 +92,21 @@ def cut_blocks(store: Store, duplicates: int) -> Iterator[Block]:
             rows = store.documents[first : first + BLOCK_DOCUMENTS]
             tokens = np.cumsum(store.sentences[rows[:, 1]] - store.sentences[rows[:, 0]])
             last = first + max(1, int(np.searchsorted(tokens, BLOCK_TOKENS, "right")))
-            yield Block(duplicate, first, last)
+            yield DocumentBlock(duplicate, first, last)
             first = last
 
 
 def plan_pairs(
-    store: Store, block: Block, settings: Settings, vocabulary: Vocabulary
+    store: Store, block: DocumentBlock, settings: Settings, vocabulary: Vocabulary
 ) -> tuple[NDArray[np.void], PlanCounts]:
-    """The pairs of a block, PAIR[samples], and counts of where its tokens went.
+    """The pairs of a block, PAIR_DTYPE[samples], and counts of where its tokens went.
 
     A document's pairs depend only on (store, settings, duplicate, the document's row). Pairs in which nothing
     can be predicted are left out. In a store of one document no B can be random, so every pair is true.
     """
     masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
     segments = 1 if settings.pairs == "single" else 2
-    planned, counts = [np.empty(0, PAIR)], np.zeros(len(PlanCounts._fields), np.int64)
+    planned, counts = [np.empty(0, PAIR_DTYPE)], np.zeros(len(PlanCounts._fields), np.int64)
     for pieces in _cut_documents(store, block, settings):
         text = store.sentences[pieces.after] - store.sentences[pieces.first]  # tokens of each piece
         paired = (pieces.middle < pieces.last) | (segments == 1)
@@ -142,7 +142,7 @@ def _maskable(
     return maskable(ids, continues, lengths.astype(np.int64), vocabulary, masking)
 
 
-def _cut_documents(store: Store, block: Block, settings: Settings) -> Iterator[Pieces]:
+def _cut_documents(store: Store, block: DocumentBlock, settings: Settings) -> Iterator[Pieces]:
     """All pieces of the block's documents in order, in groups whose pairs have at most TOKENS_AT_ONCE tokens."""
     documents = store.documents[block.first : block.last]
     ends = np.cumsum(documents[:, 1] - documents[:, 0])  # end of each document among the block's sentences
@@ -193,7 +193,7 @@ def _cut_at(
 
 
 def _place(store: Store, pieces: Pieces, duplicate: int, settings: Settings) -> NDArray[np.void]:
-    """The pair of each piece, PAIR[pieces], with B drawn or swapped if needed, then truncated to the target."""
+    """The pair of each piece, PAIR_DTYPE[pieces], with B drawn or swapped if needed, then truncated to the target."""
     starts = store.sentences[np.stack([pieces.first, pieces.middle])]  # (segments, pieces), as below
     lengths = store.sentences[np.stack([pieces.middle, pieces.last])] - starts
     changed = np.flatnonzero(pieces.is_next == 0)
@@ -212,7 +212,7 @@ def _place(store: Store, pieces: Pieces, duplicate: int, settings: Settings) -> 
         segment = np.arange(2)[:, None]
         starts += _toss_coins(lengths - kept, settings.seed, FRONT, duplicate, pieces.first, segment)
 
-    pairs = np.empty(len(target), PAIR)
+    pairs = np.empty(len(target), PAIR_DTYPE)
     pairs["a_start"], pairs["b_start"] = starts
     pairs["a_length"], pairs["b_length"] = kept
     pairs["is_next"] = pieces.is_next

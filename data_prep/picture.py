@@ -31,7 +31,7 @@ SECOND_TASK = {"nsp": "share of true pairs", "sop": "share of pairs in order"}  
 
 
 @dataclass(frozen=True)
-class Figures:
+class Histograms:
     """Histograms over the whole data set."""
 
     lengths: NDArray[np.int64]  # [sequence_length + 1] number of samples with that many tokens
@@ -40,7 +40,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardSpread:
     """A mean over the samples of each shard, and the range expected from chance alone."""
 
     name: str
@@ -64,8 +64,8 @@ def draw(folder: Path, out: Path) -> None:
     except ImportError as error:
         raise DataError(f"{out}: no picture without matplotlib ({error}); pip install matplotlib") from None
     manifest = load_manifest(folder)
-    figures = read_figures(folder, manifest)
-    spread = make_spread(manifest, figures.lengths)
+    histograms = read_histograms(folder, manifest)
+    spread = make_spread(manifest, histograms.lengths)
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
@@ -73,9 +73,9 @@ def draw(folder: Path, out: Path) -> None:
         f"{manifest.counts.tokens:,} tokens"
     )
     grid = figure.add_gridspec(2, 2)
-    _draw_lengths(figure.add_subplot(grid[0, 0]), figures.lengths)
-    _draw_tokens(figure.add_subplot(grid[0, 1]), figures.tokens)
-    _draw_masks(figure.add_subplot(grid[1, 0]), figures.masks, manifest)
+    _draw_lengths(figure.add_subplot(grid[0, 0]), histograms.lengths)
+    _draw_tokens(figure.add_subplot(grid[0, 1]), histograms.tokens)
+    _draw_masks(figure.add_subplot(grid[1, 0]), histograms.masks, manifest)
     stack = grid[1, 1].subgridspec(2, 1)
     above = figure.add_subplot(stack[0])
     below = figure.add_subplot(stack[1], sharex=above)
@@ -89,7 +89,7 @@ def draw(folder: Path, out: Path) -> None:
         figure.savefig(file, format="png")
 
 
-def read_figures(folder: Path, manifest: Manifest) -> Figures:
+def read_histograms(folder: Path, manifest: Manifest) -> Histograms:
     """Sums over the indexes. Raises DataError for a file that is missing or does not match the manifest."""
     lengths = np.zeros(manifest.settings.sequence_length + 1, np.int64)
     masks = np.zeros(manifest.settings.max_predictions + 1, np.int64)
@@ -105,7 +105,7 @@ def read_figures(folder: Path, manifest: Manifest) -> Figures:
     tokenizer = load_proven(folder / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
     if tokens.shape != (manifest.tokenizer.vocab_size,):
         raise DataError(f"{path}: shape {tokens.shape} for a vocabulary of {manifest.tokenizer.vocab_size}")
-    return Figures(lengths, masks, np.delete(tokens, tokenizer.never))
+    return Histograms(lengths, masks, np.delete(tokens, tokenizer.never))
 
 
 def padding_share(lengths: NDArray[np.int64]) -> float:
@@ -121,7 +121,7 @@ def masked_share(manifest: Manifest) -> float:
     return counts.masked / (counts.tokens - controls * counts.samples)
 
 
-def make_spread(manifest: Manifest, lengths: NDArray[np.int64]) -> Spread:
+def make_spread(manifest: Manifest, lengths: NDArray[np.int64]) -> ShardSpread:
     """The share of true pairs per shard, or the mean length if there are no pairs."""
     samples = np.array([shard.samples for shard in manifest.shards])
     name = SECOND_TASK.get(manifest.settings.pairs)
@@ -135,7 +135,7 @@ def make_spread(manifest: Manifest, lengths: NDArray[np.int64]) -> Spread:
         totals = np.array([shard.tokens for shard in manifest.shards])
     every = int(samples.sum())
     error = deviation * np.sqrt((every - samples) / (samples * max(1, every - 1)))
-    return Spread(name or "mean length, tokens", totals / samples, mean, error)
+    return ShardSpread(name or "mean length, tokens", totals / samples, mean, error)
 
 
 def _draw_lengths(panel: Axes, lengths: NDArray[np.int64]) -> None:
@@ -174,7 +174,7 @@ def _draw_sizes(panel: Axes, samples: NDArray[np.int64]) -> None:
     panel.tick_params(labelbottom=False)
 
 
-def _draw_spread(panel: Axes, spread: Spread) -> None:
+def _draw_spread(panel: Axes, spread: ShardSpread) -> None:
     shards = np.arange(len(spread.values))
     edges = np.arange(len(shards) + 1) - 0.5
     low, high = spread.mean - TWO_SIDED * spread.error, spread.mean + TWO_SIDED * spread.error

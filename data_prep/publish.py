@@ -22,9 +22,9 @@ from typing import Any
 
 from data_prep.atomic import TEMPORARY
 from data_prep.errors import DataError
-from data_prep.manifest import MANIFEST, SMALL, TOKENIZER_FOLDER, file_sha256, load_manifest
+from data_prep.manifest import MANIFEST, SMALL_FILE_BYTES, TOKENIZER_FOLDER, file_sha256, load_manifest
 from data_prep.retries import Result, is_hopeless, patiently, shown
-from data_prep.shards import PREFIX, index_path, tar_path
+from data_prep.shards import SHARD_PREFIX, index_path, tar_path
 from data_prep.verify import verify
 from data_prep.workers import show_progress
 
@@ -83,9 +83,11 @@ def publish(folder: Path, url: str, threads: int) -> Published:
         raise DataError(f"not published, {folder} is damaged: {problems[0]}")
     items = list_items(folder)
     manifest = _item(folder, MANIFEST)
-    for item in [manifest, *(item for item in items if not item.key.startswith(PREFIX))]:
-        if item.bytes > SMALL:
-            raise DataError(f"not published, {item.path} has {item.bytes:,} bytes: no reader takes more than {SMALL:,}")
+    for item in [manifest, *(item for item in items if not item.key.startswith(SHARD_PREFIX))]:
+        if item.bytes > SMALL_FILE_BYTES:
+            raise DataError(
+                f"not published, {item.path} has {item.bytes:,} bytes: no reader takes more than {SMALL_FILE_BYTES:,}"
+            )
     place = open_place(url)
     _refuse_foreign(place, items, manifest)
     total = sum(item.bytes for item in items)
@@ -142,7 +144,7 @@ def _refuse_foreign(place: Place, items: list[Item], manifest: Item) -> None:
             "remove it there first"
         )
     names = {name.rsplit("/", 1)[-1].removesuffix(TEMPORARY) for name in _patiently(place, "", partial(_list, place))}
-    foreign = sorted(name for name in names - {item.key for item in items} if name.startswith(PREFIX))
+    foreign = sorted(name for name in names - {item.key for item in items} if name.startswith(SHARD_PREFIX))
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise DataError(

@@ -11,7 +11,7 @@ from data_prep.errors import DataError
 
 Result = TypeVar("Result")
 
-LONGEST = 300  # most characters shown of an error
+LONGEST_REASON = 300  # most characters shown of an error
 HOPELESS = (  # a retry does not help; any other error of a driver may be the network's
     DataError,
     PermissionError,
@@ -53,4 +53,6 @@ def is_hopeless(error: Exception) -> bool:
 def shown(error: Exception) -> str:
     """An error as one line that is safe to print: a server may have written any part of it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST]) + ("…" if len(text) > LONGEST else "")
+    return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_REASON]) + (
+        "…" if len(text) > LONGEST_REASON else ""
+    )

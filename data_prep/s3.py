@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 from aiobotocore.httpsession import AIOHTTPSession
 
-from data_prep.manifest import SMALL
+from data_prep.manifest import SMALL_FILE_BYTES
 from data_prep.servers import RefusedError
 
-BLOCK = 8 << 20  # bytes of an object that are requested at once and kept in memory
-SECONDS = 3600  # timeout for one request, which may send a large part over a slow connection
+S3_BLOCK_BYTES = 8 << 20  # bytes of an object that are requested at once and kept in memory
+S3_REQUEST_SECONDS = 3600  # timeout for one request, which may send a large part over a slow connection
 
 
 class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has no types
@@ -26,7 +26,7 @@ class BoundedSession(AIOHTTPSession):  # type: ignore[misc]  # aiobotocore has n
         streamed, request.stream_output = request.stream_output, True  # keeps the original from reading the body
         answer = await super().send(request)
         if not streamed or answer.status_code >= 300:
-            answer._content = await _read(answer.raw, SMALL)
+            answer._content = await _read(answer.raw, SMALL_FILE_BYTES)
         elif asked := re.fullmatch(r"bytes=(\d+)-(\d+)", _text(request.headers.get("Range", ""))):
             _require_length(answer.raw, int(asked[2]) + 1 - int(asked[1]))  # s3fs holds the whole answer in memory
         return answer
@@ -43,7 +43,9 @@ class _NoRedirects:
 
     async def request(self, method: str, **options: Any) -> aiohttp.ClientResponse:
         timeout = options.pop("timeout", self.session.timeout)
-        within = aiohttp.ClientTimeout(SECONDS, sock_connect=timeout.sock_connect, sock_read=timeout.sock_read)
+        within = aiohttp.ClientTimeout(
+            S3_REQUEST_SECONDS, sock_connect=timeout.sock_connect, sock_read=timeout.sock_read
+        )
         return await self.session.request(method, allow_redirects=False, timeout=within, **options)
 
 

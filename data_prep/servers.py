@@ -88,9 +88,9 @@ def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, st
             "middlewares": (_stay_at(allowed),),
         }
     elif kind in ("s3", "s3a"):
-        from data_prep.s3 import BLOCK, BoundedSession
+        from data_prep.s3 import S3_BLOCK_BYTES, BoundedSession
 
-        options["default_block_size"] = BLOCK
+        options["default_block_size"] = S3_BLOCK_BYTES
         options["config_kwargs"] = {"http_session_cls": BoundedSession}
     fs, root = fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True, **options)
     return fs, root.rstrip("/")

@@ -15,8 +15,8 @@ from data_prep.sources import FORMATS, parse_where
 
 SHORTEST_SEQUENCE = 5  # [CLS] a [SEP] b [SEP]
 LONGEST_SEQUENCE = 65_535  # a length is written as 16 bits
-MOST_SAMPLES = 2**20  # per shard, since a shard is verified in one piece
-CHOICES = {
+MOST_SHARD_SAMPLES = 2**20  # per shard, since a shard is verified in one piece
+SETTING_CHOICES = {
     "pairs": ("nsp", "sop", "single"),
     "cut": ("either", "outer"),
     "masking": ("token", "word", "ngram", "span"),
@@ -82,13 +82,13 @@ def problems(settings: Settings) -> Iterator[str]:
         ("masked_share", 0.001, 1),
         ("max_predictions", 1, LONGEST_SEQUENCE),
         ("short_sequence_rate", 0, 1),
-        ("samples_per_shard", 1, MOST_SAMPLES),
+        ("samples_per_shard", 1, MOST_SHARD_SAMPLES),
         ("held_out_share", 0, 0.5),
     ):
         value = getattr(settings, name)
         if not low <= value <= high:
             yield f"{_flag(name)} {shown(value)}: wanted {low} to {high}"
-    for name, allowed in CHOICES.items():
+    for name, allowed in SETTING_CHOICES.items():
         value = getattr(settings, name)
         if value not in allowed:
             yield f"{_flag(name)} {value[:80]}: wanted one of {', '.join(allowed)}"

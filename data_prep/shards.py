@@ -29,12 +29,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError, shortage
-from data_prep.npy import HEADER, npy_header, read_integers
+from data_prep.npy import HEADER_BYTES, npy_header, read_integers
 
-PREFIX = "shard-"
+SHARD_PREFIX = "shard-"
 NO_PAIR = 2  # is_next of a single-segment sample: it has no second task
-BLOCK = 512  # bytes of a tar block: a header is one block, and data are padded to whole blocks
-ARCHIVE_END = 2 * BLOCK  # zeros
+TAR_BLOCK_BYTES = 512  # bytes of a tar block: a header is one block, and data are padded to whole blocks
+ARCHIVE_END = 2 * TAR_BLOCK_BYTES  # zeros
 DESCR = slice(21, 24)  # position in the header
 DTYPES: dict[bytes, np.dtype[Any]] = {b"<u2": np.dtype("<u2"), b"<u4": np.dtype("<u4")}
 NUMBERS = 4  # n, split, is_next, m
@@ -45,7 +45,7 @@ NAME, SIZE, CHECKSUM = slice(0, 12), slice(124, 135), slice(148, 154)  # digits 
 # spaces.
 TAR_HEADER = np.frombuffer(
     (bytes(12) + b".npy" + bytes(84) + b"0000644\0" + 2 * b"0000000\0" + bytes(11) + b"\0" + 11 * b"0" + b"\0")
-    + (8 * b" " + b"0" + bytes(100) + b"ustar\00000" + bytes(BLOCK - 265)),
+    + (8 * b" " + b"0" + bytes(100) + b"ustar\00000" + bytes(TAR_BLOCK_BYTES - 265)),
     np.uint8,
 )
 
@@ -75,7 +75,7 @@ class Sample:
 
 def shard_name(number: int) -> str:
     """The name of a shard, without suffix."""
-    return f"{PREFIX}{number:05d}"
+    return f"{SHARD_PREFIX}{number:05d}"
 
 
 def tar_path(folder: Path, name: str) -> Path:
@@ -90,17 +90,17 @@ def index_path(folder: Path, name: str) -> Path:
 
 def index_limit(size: int) -> int:
     """The maximum bytes of the index of a tar of ``size`` bytes: a sample takes at least two blocks in the tar."""
-    return HEADER + size // (2 * BLOCK) * 8 * len(Column)
+    return HEADER_BYTES + size // (2 * TAR_BLOCK_BYTES) * 8 * len(Column)
 
 
 def decode_sample(buffer: bytes | memoryview) -> Sample:
     """Decodes a member. Raises DataError if it is not a sample; the CRC32 in the index verifies the rest."""
-    header = bytes(buffer[:HEADER])
+    header = bytes(buffer[:HEADER_BYTES])
     dtype = _dtype_of(header)
-    size, rest = divmod(len(buffer) - HEADER, dtype.itemsize)
+    size, rest = divmod(len(buffer) - HEADER_BYTES, dtype.itemsize)
     if rest or size < NUMBERS or header != npy_header(dtype.str, size):
         raise DataError(f"no sample: {len(buffer)} bytes do not fit its .npy header")
-    numbers = np.frombuffer(buffer, dtype, offset=HEADER)
+    numbers = np.frombuffer(buffer, dtype, offset=HEADER_BYTES)
     n, split, is_next, m = numbers[:NUMBERS].tolist()
     a, b, c = NUMBERS + n, NUMBERS + n + m, NUMBERS + n + 2 * m
     if size != c + -(-n // WORD) or not 0 < split <= n or is_next > NO_PAIR or (split == n) != (is_next == NO_PAIR):
@@ -140,8 +140,8 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     index = read_index(index_path(folder, name))
     path = tar_path(folder, name)
     offset, size, tokens, masked, _ = index.T
-    room = BLOCK + size + -size % BLOCK  # (samples,) bytes of each member with its header
-    if not np.array_equal(offset, np.cumsum(room) - room + BLOCK):
+    room = TAR_BLOCK_BYTES + size + -size % TAR_BLOCK_BYTES  # (samples,) bytes of each member with its header
+    if not np.array_equal(offset, np.cumsum(room) - room + TAR_BLOCK_BYTES):
         raise DataError(f"{path}: its index does not describe a shard")
     try:
         data = memoryview(path.read_bytes())
@@ -154,11 +154,11 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     for row, (start, length, _, _, crc) in enumerate(index.tolist()):
         if zlib.crc32(data[start : start + length]) != crc:
             raise DataError(f"{path}: sample {row} is damaged")
-    numbers = np.frombuffer(data, _dtype_of(data[BLOCK : BLOCK + HEADER]))
-    first = (offset + HEADER) // numbers.itemsize  # (samples,) index of each sample's first number
+    numbers = np.frombuffer(data, _dtype_of(data[TAR_BLOCK_BYTES : TAR_BLOCK_BYTES + HEADER_BYTES]))
+    first = (offset + HEADER_BYTES) // numbers.itemsize  # (samples,) index of each sample's first number
     n, split, is_next, m = numbers[first[:, None] + np.arange(NUMBERS)].astype(np.int64).T
     words = -(-n // WORD)
-    fits = (n == tokens) & (m == masked) & (size == HEADER + (NUMBERS + n + 2 * m + words) * numbers.itemsize)
+    fits = (n == tokens) & (m == masked) & (size == HEADER_BYTES + (NUMBERS + n + 2 * m + words) * numbers.itemsize)
     paired = (split > 0) & (split <= n) & (is_next <= NO_PAIR) & ((split == n) == (is_next == NO_PAIR))
     wrong = np.flatnonzero(~(fits & paired))
     if len(wrong):
@@ -187,18 +187,18 @@ def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[m
     m = np.array([len(sample.positions) for sample in samples])
     words = -(-n // WORD)
     count = NUMBERS + n + 2 * m + words  # (B,) count of numbers in each sample
-    size = HEADER + count * dtype.itemsize
-    room = BLOCK + size + -size % BLOCK
-    offset = np.cumsum(room) - room + BLOCK
+    size = HEADER_BYTES + count * dtype.itemsize
+    room = TAR_BLOCK_BYTES + size + -size % TAR_BLOCK_BYTES
+    offset = np.cumsum(room) - room + TAR_BLOCK_BYTES
 
     data = np.zeros(room.sum(), np.uint8)
-    blocks = data.reshape(-1, BLOCK)
-    blocks[offset // BLOCK - 1] = _tar_headers(number + np.arange(len(samples)), size)
+    blocks = data.reshape(-1, TAR_BLOCK_BYTES)
+    blocks[offset // TAR_BLOCK_BYTES - 1] = _tar_headers(number + np.arange(len(samples)), size)
     counts, which = np.unique(count, return_inverse=True)
     headers = np.frombuffer(b"".join(npy_header(dtype.str, c) for c in counts.tolist()), np.uint8)
-    blocks[offset // BLOCK, :HEADER] = headers.reshape(-1, HEADER)[which]
+    blocks[offset // TAR_BLOCK_BYTES, :HEADER_BYTES] = headers.reshape(-1, HEADER_BYTES)[which]
 
-    numbers, begin = data.view(dtype), (offset + HEADER) // dtype.itemsize
+    numbers, begin = data.view(dtype), (offset + HEADER_BYTES) // dtype.itemsize
     split, is_next = np.array([(sample.split, sample.is_next) for sample in samples]).T
     numbers[begin[:, None] + np.arange(NUMBERS)] = np.stack([n, split, is_next, m], axis=1)
     lists = (part for sample in samples for part in (sample.ids, sample.positions, sample.replacements))
@@ -227,7 +227,7 @@ def _dtype_of(header: bytes | memoryview) -> np.dtype[Any]:
 
 
 def _tar_headers(numbers: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The tar headers of the samples ``numbers``, uint8[B, BLOCK]."""
+    """The tar headers of the samples ``numbers``, uint8[B, TAR_BLOCK_BYTES]."""
     headers = np.tile(TAR_HEADER, (len(numbers), 1))
     checksums = np.full(len(numbers), TAR_HEADER.sum(dtype=np.int64))
     for place, values, base in ((NAME, numbers, 10), (SIZE, sizes, 8)):

@@ -31,7 +31,7 @@ from data_prep.sentences import split_sentences
 from data_prep.tokenizer import load_once
 from data_prep.words import Ids, WordCache
 
-COUNTS = "counts.npy"
+COUNTS_FILE = "counts.npy"
 DIGEST = 16  # bytes
 READ_AT_ONCE = 1 << 20  # documents
 REMEDY = "remove the store, and build again"
@@ -157,7 +157,7 @@ def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) ->
         files["documents"].write(np.int64(sentences).tobytes())
         files["sentences"].write(np.int64(tokens).tobytes())
         files["digests"].write(digester.end())
-    with replacing(folder / COUNTS) as file:
+    with replacing(folder / COUNTS_FILE) as file:
         np.save(file, counts, allow_pickle=False)
 
 
@@ -197,7 +197,7 @@ def _read(column: np.memmap[Any, Any], starts: NDArray[np.int64], lengths: NDArr
 def require_whole(folder: Path, counts: NDArray[np.int64], sources: int, vocab_size: int) -> None:
     """Raises DataError if ``counts`` does not cover ``sources`` files, or does not match the files of the store."""
     if len(counts) != sources or (counts < 0).any():
-        raise DataError(f"{folder / COUNTS} holds no counts of {sources} text files; {REMEDY}")
+        raise DataError(f"{folder / COUNTS_FILE} holds no counts of {sources} text files; {REMEDY}")
     tokens = int(counts[:, Counted.TOKENS].sum())
     sentences, documents = (_last(folder / name) for name in ("sentences", "documents"))
     wanted = {
@@ -208,7 +208,7 @@ def require_whole(folder: Path, counts: NDArray[np.int64], sources: int, vocab_s
     }
     for name, size in wanted.items():
         if (folder / name).stat().st_size != size:
-            raise DataError(f"{folder / name} does not match {COUNTS}; {REMEDY}")
+            raise DataError(f"{folder / name} does not match {COUNTS_FILE}; {REMEDY}")
 
 
 def _last(path: Path) -> int:

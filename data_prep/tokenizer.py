@@ -28,14 +28,14 @@ from data_prep.cleaning import CONTROLS, SYMBOLS
 from data_prep.errors import DataError
 from data_prep.json_text import read_json, read_text
 
-PIECES, WHOLE, SETTINGS = TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
+PIECES, TOKENIZER_JSON, SETTINGS = TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json")
 MOST_PIECES = 2**21  # limit for any vocabulary; `vocab` makes at most half as many
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUING = "##"
 MANIFESTS, RESTORE = "the manifest's tokenizer", "restore it, or build the shards again"
-BATCH = 128  # sentences encoded at once
+ENCODING_BATCH = 128  # sentences encoded at once
 UNUSED = re.compile(r"\[unused\d+\]")  # pieces that only pad a vocabulary, as in the BERT that Google published
-MODEL: dict[
+WORDPIECE_MODEL: dict[
     str, Any
 ] = {  # what `transformers` takes for granted; these also decide ids, and the hash need not include them
     "type": "WordPiece",
@@ -56,7 +56,7 @@ CLEANING = {  # names in tokenizer_config.json -> in the BertNormalizer of token
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-DEFAULTS = {
+DEFAULT_SETTINGS = {
     "tokenizer_class": "BertTokenizer",
     "do_lower_case": True,
     "strip_accents": None,
@@ -150,8 +150,8 @@ class Tokenizer:
 
     def encode(self, sentences: list[str]) -> Iterator[list[int]]:
         """The ids of each sentence, without control tokens; empty for a sentence without visible text."""
-        for start in range(0, len(sentences), BATCH):
-            batch = self.encoder.encode_batch_fast(sentences[start : start + BATCH], add_special_tokens=False)
+        for start in range(0, len(sentences), ENCODING_BATCH):
+            batch = self.encoder.encode_batch_fast(sentences[start : start + ENCODING_BATCH], add_special_tokens=False)
             yield from (encoding.ids for encoding in batch)
 
     def files(self) -> dict[str, bytes]:
@@ -165,7 +165,7 @@ class Tokenizer:
         published.decoder = decoders.WordPiece(CONTINUING)
         contents = {
             PIECES: "\n".join(self.pieces),
-            WHOLE: published.to_str(pretty=True),
+            TOKENIZER_JSON: published.to_str(pretty=True),
             SETTINGS: json.dumps(self.settings, indent=2, sort_keys=True),
         }
         return {name: content.encode() + b"\n" for name, content in contents.items()}
@@ -186,8 +186,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; `python -m data_prep vocab` makes one")
-    config, whole, vocabulary = (folder / name for name in (SETTINGS, WHOLE, PIECES))
-    settings = DEFAULTS | (_read_object(config) if config.exists() else {})
+    config, whole, vocabulary = (folder / name for name in (SETTINGS, TOKENIZER_JSON, PIECES))
+    settings = DEFAULT_SETTINGS | (_read_object(config) if config.exists() else {})
     if whole.exists():
         parts = _read_object(whole)
         encoder, cleaning = _read_encoder(whole, parts)
@@ -238,7 +238,7 @@ def load_proven(folder: Path, sha256: str, whose: str = MANIFESTS, remedy: str =
     try:
         loaded = load_tokenizer(folder)
         require_sha256(loaded, sha256, folder, whose)
-        if (folder / WHOLE).exists():
+        if (folder / TOKENIZER_JSON).exists():
             _require_agreement(folder, loaded)
     except DataError as error:
         raise DataError(f"{error}: {remedy}") from None
@@ -253,12 +253,12 @@ def require_sha256(tokenizer: Tokenizer, sha256: str, folder: Path, whose: str =
 
 def _require_agreement(folder: Path, tokenizer: Tokenizer) -> None:
     if (folder / PIECES).exists() and _lines_of(folder / PIECES) != tokenizer.pieces:
-        raise DataError(f"{folder / PIECES} has other pieces than {WHOLE} next to it")
-    said = DEFAULTS | _read_object(folder / SETTINGS) if (folder / SETTINGS).exists() else tokenizer.settings
+        raise DataError(f"{folder / PIECES} has other pieces than {TOKENIZER_JSON} next to it")
+    said = DEFAULT_SETTINGS | _read_object(folder / SETTINGS) if (folder / SETTINGS).exists() else tokenizer.settings
     for name in CLEANING:
         there, here = json.dumps(said[name]), json.dumps(tokenizer.settings[name])
         if there != here:
-            raise DataError(f"{folder / SETTINGS} has {name} {there}, {WHOLE} next to it has {here}")
+            raise DataError(f"{folder / SETTINGS} has {name} {there}, {TOKENIZER_JSON} next to it has {here}")
 
 
 @lru_cache(1)
@@ -336,7 +336,7 @@ def _read_encoder(path: Path, parts: dict[str, Any]) -> tuple[Encoder, dict[str,
     model = parts.get("model")
     if not isinstance(model, dict):
         raise DataError(f"{path} is not a tokenizer of the `tokenizers` library")
-    for name, wanted in MODEL.items():
+    for name, wanted in WORDPIECE_MODEL.items():
         found = model.get(name, "WordPiece" if name == "type" else None)  # files of 2020 do not state their type
         if found != wanted:
             raise DataError(f"{path}: wanted a model of {name} {wanted}, found {found!s:.80}")

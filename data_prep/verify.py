@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, ShardRecord, file_sha256, load_manifest
-from data_prep.shards import PREFIX, Column, index_path, read_shard, tar_path
-from data_prep.tokenizer import WHOLE, load_tokenizer, require_sha256
+from data_prep.shards import SHARD_PREFIX, Column, index_path, read_shard, tar_path
+from data_prep.tokenizer import TOKENIZER_JSON, load_tokenizer, require_sha256
 
 
 def verify(folder: Path, full: bool = False) -> list[str]:
@@ -26,7 +26,7 @@ def verify(folder: Path, full: bool = False) -> list[str]:
     Raises DataError if there is no manifest to verify it against.
     """
     manifest = load_manifest(folder)
-    problems = list(_beside_shards(folder, manifest))
+    problems = list(_inconsistencies(folder, manifest))
     for record in manifest.shards:
         try:
             _check_shard(folder, record, manifest.tokenizer.vocab_size, full)
@@ -78,9 +78,9 @@ def _check_shard(folder: Path, record: ShardRecord, vocab_size: int, full: bool)
         raise DataError(f"{tar}: not the shard in the manifest (its sha256 or its counts differ)")
 
 
-def _beside_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _inconsistencies(folder: Path, manifest: Manifest) -> Iterator[str]:
     named = {path(folder, record.name) for record in manifest.shards for path in (tar_path, index_path)}
-    for path in sorted(set(folder.glob(PREFIX + "*")) - named):
+    for path in sorted(set(folder.glob(SHARD_PREFIX + "*")) - named):
         yield f"{path}: foreign, the manifest does not name it"
     for count in ("samples", "tokens", "masked", "is_next"):
         total = getattr(manifest.counts, count)
@@ -107,7 +107,7 @@ def _check_tokenizer(folder: Path, manifest: Manifest) -> Iterator[str]:
     require_sha256(tokenizer, manifest.tokenizer.sha256, folder)
     files = tokenizer.files()
     if manifest.settings.tokenizers != version("tokenizers"):
-        del files[WHOLE]  # another version may have another layout
+        del files[TOKENIZER_JSON]  # another version may have another layout
     for name, content in files.items():
         path = folder / name
         if not path.is_file() or path.read_bytes() != content:

@@ -11,9 +11,17 @@ from typing import Any
 
 from tokenizers import trainers
 
+from data_prep.combining_marks import Marks, count_marks
 from data_prep.errors import DataError
-from data_prep.marks import Marks, count_marks
-from data_prep.tokenizer import BATCH, CONTINUING, DEFAULTS, SPECIALS, SpecialIds, Tokenizer, bert_encoder
+from data_prep.tokenizer import (
+    CONTINUING,
+    DEFAULT_SETTINGS,
+    ENCODING_BATCH,
+    SPECIALS,
+    SpecialIds,
+    Tokenizer,
+    bert_encoder,
+)
 
 LEAST_ALPHABET = 1_000  # minimum number of characters in the vocabulary, if the text has as many
 COVERAGE = 0.9999  # share of the text's characters to cover; more characters are added until then, if they fit
@@ -59,7 +67,7 @@ def learn_tokenizer(
 
     Raises DataError if there is no text, or if ``size`` is too small for LEAST_ALPHABET characters.
     """
-    settings = DEFAULTS | {"do_lower_case": not cased, "strip_accents": False if keep_accents else None}
+    settings = DEFAULT_SETTINGS | {"do_lower_case": not cased, "strip_accents": False if keep_accents else None}
     bare = _new(list(SPECIALS), settings)
     encoder = bare.encoder
     words, marks = _count_words(bare, paragraphs)
@@ -133,8 +141,8 @@ def _pieces_of(characters: list[str], following: set[str]) -> list[str]:
 def _repeated(words: Counter[str]) -> Iterator[str]:
     """Each word, repeated as often as it was counted: the trainer takes texts, not counts."""
     for word, count in words.items():
-        for start in range(0, count, BATCH):
-            yield " ".join([word] * min(BATCH, count - start))
+        for start in range(0, count, ENCODING_BATCH):
+            yield " ".join([word] * min(ENCODING_BATCH, count - start))
 
 
 def _new(pieces: list[str], settings: dict[str, Any]) -> Tokenizer:

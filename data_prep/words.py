@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.marks import Marks, count_marks
+from data_prep.combining_marks import Marks, count_marks
 from data_prep.tokenizer import CONTINUING, Tokenizer
 
 MOST_CHARACTERS = 1 << 21  # total over the words in the cache; beyond that it is cleared, to bound memory
-BORDER = "\n"  # a word without ids, between two sentences
+SENTENCE_BREAK = "\n"  # a word without ids, between two sentences
 SPACE, RUN, MARK = range(3)  # classes of bytes; for BERT each mark is a word
 CLASSES = bytes(
     SPACE if byte == ord(" ") else RUN if byte >= 0x80 or chr(byte).isalnum() else MARK for byte in range(256)
@@ -77,7 +77,7 @@ class WordCache:
         """Encodes sentences, without control tokens. Only U+0020 may separate words, as after `cleaning.clean`."""
         if self.characters > MOST_CHARACTERS:
             self._clear()
-        text = f" {BORDER} ".join(["", *sentences, ""])
+        text = f" {SENTENCE_BREAK} ".join(["", *sentences, ""])
         numbers = self._look_up(self._spell(text))
         self._learn()
         lengths = self._lengths[numbers]
@@ -88,7 +88,7 @@ class WordCache:
         return Encoded(self._ids[index], self._continues[index], np.diff(ends[numbers == 0]), marks)
 
     def _clear(self) -> None:
-        self._numbers = _Numbers({BORDER.encode(): 0})
+        self._numbers = _Numbers({SENTENCE_BREAK.encode(): 0})
         self._memo_low, self._memo_high = np.zeros((2, 1 << MEMO_BITS), np.uint64)  # no word is empty
         self._memo = np.zeros(1 << MEMO_BITS, np.int32)  # number of the word with these bytes
         self._ids = np.empty(0, self._dtype)

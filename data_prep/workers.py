@@ -35,7 +35,8 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 THREADS = "TOKENIZERS_PARALLELISM"  # turns off the tokenizer's threads: the processes are the parallelism
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # number of ranks, set by MPI launchers
+# Where MPI launchers put the number of ranks.
+RANK_COUNT_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 RUNNER = "mpi4py.run"  # module loaded by -m mpi4py
 BAD_LAUNCH = 2  # exit code
 SERVE = -1  # message from rank 0: serve a pool; any other number is the exit code to end with
@@ -183,9 +184,9 @@ def show_progress(
 def _parts(stage: str, unit: str, done: float, seconds: float, rate: float, total: float | None) -> list[str]:
     """The parts of a progress line; the last but one is dropped first if the line is too long."""
     share = f" ({int(100 * min(done / total, 1))} %)" if total else ""
-    told = f", {rate:,.0f} a second" if seconds >= RATE_SECONDS else ""
-    left = f", {_span((total - done) / rate, 0)} to go" if total and told and rate > 0 and done < total else ""
-    return [f"data_prep: {stage} {done:,.0f} {unit}{share} in {_span(seconds, 1)}", told, left]
+    speed = f", {rate:,.0f} a second" if seconds >= RATE_SECONDS else ""
+    left = f", {_span((total - done) / rate, 0)} to go" if total and speed and rate > 0 and done < total else ""
+    return [f"data_prep: {stage} {done:,.0f} {unit}{share} in {_span(seconds, 1)}", speed, left]
 
 
 def _show(parts: list[str], end: str) -> None:
@@ -214,13 +215,13 @@ def _span(seconds: float, digits: int) -> str:
 
 @contextmanager
 def _work_here() -> Iterator[Workers]:
-    told = {name: value for name, value in os.environ.items() if name == THREADS}
+    before = {name: value for name, value in os.environ.items() if name == THREADS}
     os.environ[THREADS] = "false"
     try:
         yield Workers()
     finally:
         del os.environ[THREADS]
-        os.environ.update(told)
+        os.environ.update(before)
 
 
 @contextmanager
@@ -278,7 +279,7 @@ def _follow_parent() -> None:
 
 def _refuse_ranks() -> int:
     """The exit code for ranks started without ``-m mpi4py``; the first rank prints the error. 0 for a single rank."""
-    for name in SIZES:
+    for name in RANK_COUNT_VARIABLES:
         if int(os.environ.get(name, 1)) > 1:
             if os.environ.get(name.replace("SIZE", "RANK"), "0") == "0":
                 line = "mpirun -n K python -m mpi4py -m data_prep ..."

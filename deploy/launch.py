@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_prep.streams import end_process, say_error, write_whole_lines
-from deploy.node import SETTINGS, LaunchError, read_node
+from deploy.node import NODE_OPTIONS, LaunchError, read_node
 from deploy.reasons import End, describe, judge, leave_message
 from trainer.exits import DONE, FAILED, REFUSED, STOPPED
 
@@ -51,7 +51,7 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, stops | {signal.SIGCHLD})
     LIBC.prctl(SET_CHILD_SUBREAPER, 1)  # orphans of ranks become our children, as for process 1
     own, words = split(sys.argv[1:])
-    options = Parser().parse_args(own)
+    options = LaunchParser().parse_args(own)
     try:
         with temporary_folder() as folder:
             code, reason, said = run(options, words, stops, Path(folder))
@@ -67,7 +67,7 @@ def main() -> NoReturn:
 
 def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals], folder: Path) -> Outcome:
     """Start the ranks and wait for them. ``folder`` holds this launch's temporary files. Raises LaunchError."""
-    given = {option: vars(options)[option.strip("-").replace("-", "_")] for option in SETTINGS}
+    given = {option: vars(options)[option.strip("-").replace("-", "_")] for option in NODE_OPTIONS}
     node = read_node(given, os.environ, partial(count_gpus, folder / "gpus", stops))
     say_error(f"lambert: {node}")
     threads = max(1, len(os.sched_getaffinity(0)) // node.ranks)
@@ -199,7 +199,7 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
     """Split the command line into the launcher's own options, which come first, and the ranks' arguments."""
-    known, place = {*SETTINGS, "--grace-seconds", "--termination-log"}, 0
+    known, place = {*NODE_OPTIONS, "--grace-seconds", "--termination-log"}, 0
     while place < len(words) and words[place].partition("=")[0] in known:
         place += 1 if "=" in words[place] else 2
     if words[place : place + 1] == ["-m"]:
@@ -209,14 +209,14 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return words[:place], words[place:]
 
 
-class Parser(argparse.ArgumentParser):
+class LaunchParser(argparse.ArgumentParser):
     """Parses the launcher's own options. Errors take one line."""
 
     def __init__(self) -> None:
         usage = "python -m deploy.launch [options] [-m MODULE] ARGS…"
         about = "Start and supervise this node's ranks: python -m MODULE ARGS…"
         super().__init__(usage=usage, description=about, allow_abbrev=False)
-        for option, (variable, text) in SETTINGS.items():
+        for option, (variable, text) in NODE_OPTIONS.items():
             self.add_argument(option, metavar="X", help=f"{text}; defaults to {variable}")
         # No limit by default: half a checkpoint is worthless, and a pod has terminationGracePeriodSeconds.
         text = "kill ranks still running this long after a stop was requested (default: never)"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trainer.exits import REFUSED
 from trainer.ranks.network import free_port
 
-SETTINGS = {  # option: torchrun's variable for it, and its help text
+NODE_OPTIONS = {  # option: torchrun's variable for it, and its help text
     "--nproc-per-node": ("PET_NPROC_PER_NODE", "ranks per node: a number, gpu, cpu (one per core) or auto (default)"),
     "--nnodes": ("PET_NNODES", "number of nodes (default: 1)"),
     "--node-rank": ("PET_NODE_RANK", "this node's number, from 0; needed with several nodes"),
@@ -62,12 +62,12 @@ class Node:
 
 
 def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count_gpus: Callable[[], int]) -> Node:
-    """Return this node's place. ``given``: each option in SETTINGS and its value; empty counts as unset.
+    """Return this node's place. ``given``: each option in NODE_OPTIONS and its value; empty counts as unset.
 
     A single node uses a free port on loopback. Raises LaunchError with one line per problem.
     """
-    texts = {option: given.get(option) or environ.get(name) or "" for option, (name, _) in SETTINGS.items()}
-    sources = {option: option if given.get(option) else name for option, (name, _) in SETTINGS.items()}
+    texts = {option: given.get(option) or environ.get(name) or "" for option, (name, _) in NODE_OPTIONS.items()}
+    sources = {option: option if given.get(option) else name for option, (name, _) in NODE_OPTIONS.items()}
     problems: list[str] = []
 
     def number(option: str, default: int, most: int, least: int = 1, also: str = "") -> int:

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from data_prep.manifest import file_sha256
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 
 LOCK = Path(__file__).resolve().parent.parent / "requirements.lock"
 SOURCES = ("deepspeed",)  # no wheel on the index: built here, identical for every platform
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace) -> str:
 
 def main() -> int:
     """Run the command line; returns the exit code."""
-    parser = Parser("python -m deploy.wheels", description="Collect wheels for a host without network.")
+    parser = CommandParser("python -m deploy.wheels", description="Collect wheels for a host without network.")
     parser.add_argument("--python", required=True, metavar="3.12", help="the host's Python version")
     parser.add_argument("--platform", required=True, metavar="manylinux_2_28_x86_64", help="its glibc and processor")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="the folder to create")

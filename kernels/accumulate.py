@@ -112,8 +112,8 @@ def accumulate(out: Tensor, gradients: Sequence[Tensor | None], places: Places, 
     ]
     if addresses != places.seen:
         held = [address if fits else 0 for address, fits in zip(addresses, by_kernel, strict=True)]
-        told = torch.tensor(held, device="cpu")
-        places.pointers.copy_(told.pin_memory() if out.is_cuda else told, non_blocking=True)
+        host_pointers = torch.tensor(held, device="cpu")
+        places.pointers.copy_(host_pointers.pin_memory() if out.is_cuda else host_pointers, non_blocking=True)
         places.seen = addresses
     if len(places.table) > 0:
         buffers = out, out if total is None else total, places.pointers, places.table

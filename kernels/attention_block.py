@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels import dropout
 from kernels.backend import tl, triton
 
-LONGEST = 128  # the most tokens in a sequence
+LONGEST_SEQUENCE = 128  # the most tokens in a sequence
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -187,7 +187,7 @@ def _attention_block_backward_kernel(
 
 def fits(qkv: Tensor, max_seqlen: int) -> bool:
     """Whether these kernels can take ``qkv`` (T, 3, N, H): fp16 or bf16, H up to 64, short sequences."""
-    return qkv.dtype != torch.float32 and qkv.shape[-1] <= 64 and max_seqlen <= LONGEST
+    return qkv.dtype != torch.float32 and qkv.shape[-1] <= 64 and max_seqlen <= LONGEST_SEQUENCE
 
 
 def forward(
@@ -234,7 +234,7 @@ def backward(
 
 def _shape(max_seqlen: int, size: int) -> dict[str, int]:
     """Blocks and warps, a pure function of the shape. Tensor cores want 64 rows per group of four warps."""
-    block = min(LONGEST, max(16, triton.next_power_of_2(max_seqlen)))
+    block = min(LONGEST_SEQUENCE, max(16, triton.next_power_of_2(max_seqlen)))
     block_h = max(16, triton.next_power_of_2(size))
     return {
         "BLOCK_H": block_h,

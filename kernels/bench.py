@@ -37,7 +37,7 @@ P = 0.1
 
 
 @dataclass(frozen=True)
-class Row:
+class Operation:
     """One operation: bytes moved, operations computed, our target in ms, and the contenders to time."""
 
     name: str
@@ -55,9 +55,9 @@ class Ceilings:
     bandwidth: float  # bytes per second, read plus written, of a device copy
     products: float  # floating-point operations per second of a matrix product
 
-    def floor(self, row: Row) -> float:
+    def floor(self, operation: Operation) -> float:
         """The least possible time of a row, in ms."""
-        return max(row.moved / self.bandwidth, row.computed / self.products) * 1e3
+        return max(operation.moved / self.bandwidth, operation.computed / self.products) * 1e3
 
 
 def _draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -84,7 +84,7 @@ def _real_lengths(longest: int) -> list[int]:
     return torch.randint(8, longest + 1, (count,), generator=generator).tolist()
 
 
-def attention_row(lengths: list[int], bar: float | None) -> Row:
+def attention_operation(lengths: list[int], bar: float | None) -> Operation:
     """Attention over sequences of these lengths. The libraries' dense attention also runs if all are equal."""
     from torch.nn.attention.varlen import varlen_attn  # imported here: not every machine that imports this file has it
 
@@ -117,10 +117,10 @@ def attention_row(lengths: list[int], bar: float | None) -> Row:
     pairs = sum(length * length for length in lengths)
     moved = tokens * HIDDEN * 2 * (3 + 1 + 3 + 1 + 3)  # qkv, out; qkv, d_out, d_qkv
     shape = f"{len(lengths)} of {longest}" if min(lengths) == longest else f"{len(lengths)} of up to {longest}"
-    return Row(f"attention, {shape}, {tokens} tokens", moved, 7 * 2 * pairs * HIDDEN, bar, contenders)
+    return Operation(f"attention, {shape}, {tokens} tokens", moved, 7 * 2 * pairs * HIDDEN, bar, contenders)
 
 
-def layer_norm_row() -> Row:
+def layer_norm_operation() -> Operation:
     """Dropout, residual and LayerNorm with one gradient. The model also has a bias and a second gradient."""
     x, residual, weight, bias = _draw(TOKENS, HIDDEN), _draw(TOKENS, HIDDEN), _draw(HIDDEN), _draw(HIDDEN)
     _, keys = _token_keys([128] * (TOKENS // 128))
@@ -141,19 +141,19 @@ def layer_norm_row() -> Row:
             return out
 
         contenders["eager, Liger's LayerNorm"] = _both(ligers, inputs, towards)
-    return Row("dropout + residual + LayerNorm", moved, 0, 0.25, contenders)
+    return Operation("dropout + residual + LayerNorm", moved, 0, 0.25, contenders)
 
 
-def bias_gelu_row() -> Row:
+def bias_gelu_operation() -> Operation:
     """Bias and exact GELU."""
     inputs = [_draw(TOKENS, INTERMEDIATE), _draw(INTERMEDIATE)]
     towards = torch.randn_like(inputs[0])
     moved = TOKENS * INTERMEDIATE * 2 * (2 + 3)  # x, out; x, d_out, d_x
     contenders = _three(bias_gelu, lambda x, bias: F.gelu(x + bias), inputs, towards)
-    return Row(f"bias + GELU, {INTERMEDIATE} wide", moved, 0, 0.55, contenders)
+    return Operation(f"bias + GELU, {INTERMEDIATE} wide", moved, 0, 0.55, contenders)
 
 
-def cross_entropy_row() -> Row:
+def cross_entropy_operation() -> Operation:
     """The MLM loss over the masked rows."""
     logits = _draw(TARGETS, VOCABULARY)
     labels = torch.randint(0, VOCABULARY, (TARGETS,), device="cuda")
@@ -168,10 +168,10 @@ def cross_entropy_row() -> Row:
     contenders, one = _three(ours, eager, [logits], torch.ones((), device="cuda")), torch.ones((), device="cuda")
     if liger := _installed("liger_kernel.transformers.functional", "liger_cross_entropy"):
         contenders["Liger"] = _both(lambda x: liger(x, labels, reduction="sum"), [logits], one)
-    return Row(f"cross-entropy, {TARGETS} x {VOCABULARY}", moved, 0, 0.40, contenders)
+    return Operation(f"cross-entropy, {TARGETS} x {VOCABULARY}", moved, 0, 0.40, contenders)
 
 
-def embedding_row() -> Row:
+def embedding_operation() -> Operation:
     """The sum of three table rows, LayerNorm and dropout."""
     generator = torch.Generator().manual_seed(0)
     tokens = (VOCABULARY * torch.rand(TOKENS, generator=generator) ** 4).long().cuda()  # some tokens are frequent
@@ -190,7 +190,7 @@ def embedding_row() -> Row:
 
     towards = torch.randn(TOKENS, HIDDEN, device="cuda").half()
     moved = TOKENS * HIDDEN * 2 * (2 + 3) + VOCABULARY * HIDDEN * 2  # rows, out; d_out, rows, their gradient, tables
-    return Row("embedding + LayerNorm + dropout", moved, 0, None, _three(ours, eager, inputs, towards))
+    return Operation("embedding + LayerNorm + dropout", moved, 0, None, _three(ours, eager, inputs, towards))
 
 
 def _parameters() -> list[tuple[Tensor, bool]]:
@@ -219,7 +219,7 @@ def _optimizer_step(flat: Flat, gradient: Tensor, pieces: list[Piece], adapted: 
     return run
 
 
-def optimizer_row(name: str, bar: float, theirs: dict[str, Callable[[list[Tensor]], Any] | None]) -> Row:
+def optimizer_operation(name: str, bar: float, theirs: dict[str, Callable[[list[Tensor]], Any] | None]) -> Operation:
     """One step of LAMB or Adam. ``theirs`` build other optimizers of the same parameters, None if not installed."""
     named, at, pieces = _parameters(), 0, []
     for row, (tensor, matrix) in enumerate(named):
@@ -235,7 +235,7 @@ def optimizer_row(name: str, bar: float, theirs: dict[str, Callable[[list[Tensor
                 tensor.grad = torch.randn_like(tensor)
             contenders[who] = make(tensors).step
     again = 4 if name == "LAMB" else 0  # the weights are read again once the norms of their tensor are known
-    return Row(f"{name}, {at:,} parameters", at * (28 + again), 0, bar, contenders, graph=False)
+    return Operation(f"{name}, {at:,} parameters", at * (28 + again), 0, bar, contenders, graph=False)
 
 
 def _installed(module: str, name: str) -> Any:
@@ -256,9 +256,9 @@ def _three(
     }
 
 
-ROWS: dict[str, Callable[[], Iterator[Row]]] = {
+OPERATIONS: dict[str, Callable[[], Iterator[Operation]]] = {
     "attention": lambda: (
-        attention_row(lengths, bar)
+        attention_operation(lengths, bar)
         for lengths, bar in (
             ([128] * 256, 0.43),
             (_real_lengths(128), None),
@@ -266,13 +266,13 @@ ROWS: dict[str, Callable[[], Iterator[Row]]] = {
             (_real_lengths(512), None),
         )
     ),
-    "layer_norm": lambda: iter([layer_norm_row()]),
-    "bias_gelu": lambda: iter([bias_gelu_row()]),
-    "cross_entropy": lambda: iter([cross_entropy_row()]),
-    "embedding": lambda: iter([embedding_row()]),
+    "layer_norm": lambda: iter([layer_norm_operation()]),
+    "bias_gelu": lambda: iter([bias_gelu_operation()]),
+    "cross_entropy": lambda: iter([cross_entropy_operation()]),
+    "embedding": lambda: iter([embedding_operation()]),
     "adam": lambda: iter(
         [
-            optimizer_row(
+            optimizer_operation(
                 "Adam",
                 3.6,
                 {
@@ -285,7 +285,7 @@ ROWS: dict[str, Callable[[], Iterator[Row]]] = {
     ),
     "lamb": lambda: iter(
         [
-            optimizer_row(
+            optimizer_operation(
                 "LAMB",
                 4.2,
                 {
@@ -308,18 +308,18 @@ def ceilings() -> Ceilings:
     return Ceilings(2 * source.nbytes / copied * 1e3, 2 * TOKENS * HIDDEN * INTERMEDIATE / multiplied * 1e3)
 
 
-def report(row: Row, best: Ceilings) -> list[str]:
+def report(operation: Operation, best: Ceilings) -> list[str]:
     """The table lines of a row, one per contender."""
     lines = []
-    for name, run in row.contenders.items():
-        graph = row.graph and name != "Liger"  # Liger reads a number back, so it cannot be captured
+    for name, run in operation.contenders.items():
+        graph = operation.graph and name != "Liger"  # Liger reads a number back, so it cannot be captured
         time = triton.testing.do_bench_cudagraph if graph else triton.testing.do_bench
         milliseconds = time(run, rep=100, return_mode="median")
-        rate = f"{row.moved / milliseconds / 1e9:.2f} TB/s"
-        if row.computed:
-            rate += f", {row.computed / milliseconds / 1e9:.0f} TFLOP/s"
-        bar = f"{row.bar:.2f}" if row.bar and name == "Lambert" else ""
-        cells = [row.name, name, f"{milliseconds:.3f}", bar, rate, f"{best.floor(row) / milliseconds:.0%}"]
+        rate = f"{operation.moved / milliseconds / 1e9:.2f} TB/s"
+        if operation.computed:
+            rate += f", {operation.computed / milliseconds / 1e9:.0f} TFLOP/s"
+        bar = f"{operation.bar:.2f}" if operation.bar and name == "Lambert" else ""
+        cells = [operation.name, name, f"{milliseconds:.3f}", bar, rate, f"{best.floor(operation) / milliseconds:.0%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -329,7 +329,9 @@ def main() -> None:
     about = "Time every kernel against the alternatives that a user could run."
     usage = argparse.SUPPRESS  # so that an error takes one line
     parser = argparse.ArgumentParser("kernels.bench", description=about, usage=usage, allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), help="time only these kernels")
+    parser.add_argument(
+        "--only", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), help="time only these kernels"
+    )
     names = parser.parse_args().only
     if not torch.cuda.is_available():
         raise SystemExit("kernels.bench: error: no CUDA device: run this on a machine with a GPU")
@@ -343,8 +345,8 @@ def main() -> None:
         flush=True,
     )
     for name in names:
-        for row in ROWS[name]():
-            print("\n".join(report(row, best)), flush=True)
+        for operation in OPERATIONS[name]():
+            print("\n".join(report(operation, best)), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from typing import Any
 import yaml
 from ranks import ROOT
 
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 COLUMNS = ("mlm_loss", "mask_loss", "nsp_accuracy")
 
 
-class Row:
-    """One variation: its configuration, its process and its journal."""
+class Variation:
+    """One variation: its configuration, its process and its metrics log."""
 
     def __init__(self, name: str, changes: dict[str, Any], base: dict[str, Any], out: Path) -> None:
         self.name, self.changes = name, changes
@@ -83,8 +83,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         values = [f"{last[key]:.3f}" if last.get(key) is not None else "" for key in COLUMNS]
         losses = [each["mlm_loss"] for each in row["steps"] if "mlm_loss" in each]
         quarters = [losses[max(0, len(losses) * q // 4 - 1)] for q in (1, 2, 3, 4)] if losses else []
-        told = ", ".join(f"{value:.2f}" for value in quarters)
-        lines.append(f"| {row['name']} | {last.get('step', '')} | {' | '.join(values)} | {told} |")
+        shown = ", ".join(f"{value:.2f}" for value in quarters)
+        lines.append(f"| {row['name']} | {last.get('step', '')} | {' | '.join(values)} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
@@ -100,8 +100,8 @@ def main() -> None:
     begun, out = time.monotonic(), given.out
     plan = yaml.safe_load(given.plan.read_text())
     out.mkdir(parents=True, exist_ok=True)
-    rows = [Row(name, changes or {}, plan["base"], out) for name, changes in plan["rows"].items()]
-    waiting, running = list(rows), list[Row]()
+    rows = [Variation(name, changes or {}, plan["base"], out) for name, changes in plan["rows"].items()]
+    waiting, running = list(rows), list[Variation]()
     while waiting or running:
         late = time.monotonic() - begun > given.seconds
         if late:
@@ -118,9 +118,9 @@ def main() -> None:
             running.remove(row)
             done = row.summary()
             last = done["heldout"][-1] if done["heldout"] else {}
-            told = ", ".join(f"{key} {last[key]:.3f}" for key in COLUMNS if last.get(key) is not None)
+            shown = ", ".join(f"{key} {last[key]:.3f}" for key in COLUMNS if last.get(key) is not None)
             print(
-                f"[{time.monotonic() - begun:5.0f} s] {row.name}: code {code}, step {last.get('step')}: {told}",
+                f"[{time.monotonic() - begun:5.0f} s] {row.name}: code {code}, step {last.get('step')}: {shown}",
                 flush=True,
             )
         (out / "curves.json").write_text(json.dumps([row.summary() for row in rows if row.process is not None]))

@@ -25,7 +25,7 @@ import torch
 import yaml
 
 from data_prep.manifest import load_manifest
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 LENGTH = 32  # of the sequences: short, for the most steps in the time
 RATES = {"lamb": 4e-3, "adam": 6e-4}  # at 8,192 sequences; others are scaled by the root of the batch

@@ -65,8 +65,8 @@ def let(site: Site, seconds: float) -> None:
 def fault(site: Site, alert: str) -> None:
     """Wait for the alert about the fault that was just planted, and a little longer."""
     planted = time.time()
-    told = site.reaches(alert, RUN, planted)
-    print(f"{alert}: {told.at - planted:.1f} s", flush=True)
+    reached = site.reaches(alert, RUN, planted)
+    print(f"{alert}: {reached.at - planted:.1f} s", flush=True)
     let(site, LONGER)
 
 

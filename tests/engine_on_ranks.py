@@ -77,10 +77,10 @@ def whole(engine: Engine[Bert], kind: str) -> dict[str, torch.Tensor]:
         for buffer in engine.partition.buffers
         for part in buffer.slices
     ]
-    told: list[list[tuple[str, int, torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, own)
+    gathered: list[list[tuple[str, int, torch.Tensor]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
     tensors = {name: torch.full(shape, torch.nan) for name, shape in engine.partition.shapes.items()}
-    for name, start, piece in (part for parts in told for part in parts):
+    for name, start, piece in (part for parts in gathered for part in parts):
         tensors[name].view(-1)[start : start + len(piece)] = piece
     return tensors
 
@@ -113,7 +113,7 @@ def main() -> None:
     poisoned = (
         [tuple(map(int, part.split(":"))) for part in options["poison"].split(",")] if "poison" in options else []
     )
-    told: dict[str, list[float]] = {name: [] for name in ("losses", "norms", "heldout", "applied", "scales")}
+    record: dict[str, list[float]] = {name: [] for name in ("losses", "norms", "heldout", "applied", "scales")}
     start, gradients = whole(engine, "weight"), dict[str, torch.Tensor]()
     for step in range(int(steps)):
         batches, counts = cut(step, world.rank, world.size, int(micro_batches), int(options["batch"]))
@@ -126,12 +126,12 @@ def main() -> None:
             hook.remove()
         sums = result.sums.clone()
         dist.all_reduce(sums)
-        told["losses"].append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
-        told["norms"].append(float(result.gradient_norm))
-        told["applied"].append(result.applied)
-        told["scales"].append(result.loss_scale)
-        figures = evaluate(engine.model, heldout(world.rank, world.size), world.device, engine.gathers)
-        told["heldout"].append(figures["mlm_loss"])
+        record["losses"].append(float(sums[0] / counts.targets + sums[1] / counts.pairs))
+        record["norms"].append(float(result.gradient_norm))
+        record["applied"].append(result.applied)
+        record["scales"].append(result.loss_scale)
+        metrics = evaluate(engine.model, heldout(world.rank, world.size), world.device, engine.gathers)
+        record["heldout"].append(metrics["mlm_loss"])
         if step == 0:  # the first moments, up to the factor 1 - β₁
             gradients = whole(engine, "exp_avg")
     weights = whole(engine, "weight")
@@ -139,7 +139,7 @@ def main() -> None:
         matrices = {name: p for name, p in engine.model.named_parameters() if p.dim() > 1}
         taken = {"steps": engine.optimizer.steps, "parts": watch.read()}
         taken["unaligned"] = [name for name, p in matrices.items() if p.data_ptr() % 16]
-        torch.save({**told, **taken, "start": start, "weights": weights, "gradients": gradients}, out)
+        torch.save({**record, **taken, "start": start, "weights": weights, "gradients": gradients}, out)
     leave(0)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from data_prep.shards import BLOCK
+from data_prep.shards import TAR_BLOCK_BYTES
 from trainer.data.cache import CacheConfig, open_cache
 from trainer.data.loader import Loader, StepBatch
 from trainer.data.order import Order
@@ -178,12 +178,12 @@ def damage(folder: Path, kind: str) -> None:
     data = path.read_bytes()
     match kind.split()[-1]:
         case "flipped":  # in the ids of sample 17, whose member takes two blocks, as all do
-            place = min(17 * 2 * BLOCK + BLOCK + 140, len(data) - 1)
+            place = min(17 * 2 * TAR_BLOCK_BYTES + TAR_BLOCK_BYTES + 140, len(data) - 1)
             path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         case "cut":
             path.write_bytes(data[:-700])
         case "member":  # the tar ends between two members, as a valid one may
-            path.write_bytes(data[: 10 * 2 * BLOCK])
+            path.write_bytes(data[: 10 * 2 * TAR_BLOCK_BYTES])
         case "empty":
             path.write_bytes(b"")
         case "gone":

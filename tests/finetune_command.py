@@ -14,7 +14,7 @@ from finetune_inputs import bert_folder, write_data
 from safetensors.torch import load_file
 
 from trainer.finetune.options import Setting
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 MINUS_KILL = -signal.SIGKILL
 ON_RANKS = "tests/finetune_on_ranks.py"
@@ -49,14 +49,14 @@ def result(out: Path, seed: int = 1, **setting: float) -> dict[str, Any]:
     return tree
 
 
-def told(out: Path, what: str, seed: int = 1, **setting: float) -> dict[int, float]:
+def logged(out: Path, what: str, seed: int = 1, **setting: float) -> dict[int, float]:
     """The run's loss or rate by step; for a repeated step, the later one."""
-    journal = read_lines(run_folder(out, seed, **setting) / "metrics.jsonl")
-    return {line["step"]: line[what] for line in journal if line["event"] == "step"}
+    log = read_lines(run_folder(out, seed, **setting) / "metrics.jsonl")
+    return {line["step"]: line[what] for line in log if line["event"] == "step"}
 
 
 def losses(out: Path) -> dict[int, float]:
-    return told(out, "loss")
+    return logged(out, "loss")
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:

@@ -96,8 +96,8 @@ class Toy(nn.Module):
 def batches(step: int, parts: int, overflow: str, rank: int) -> list[MicroBatch]:
     """This rank's micro-batches."""
     hit = [f"{rank}:{part}" == overflow for part in range(parts)]
-    told = [int(f"{step + 10}{rank * parts + part}{parts}{hit[part]:d}") for part in range(parts)]
-    return [replace(filler(0, 0), samples=torch.tensor([each])) for each in told]
+    samples = [int(f"{step + 10}{rank * parts + part}{parts}{hit[part]:d}") for part in range(parts)]
+    return [replace(filler(0, 0), samples=torch.tensor([each])) for each in samples]
 
 
 def unrounded(engine: Engine[Any], kind: str) -> list[str]:
@@ -108,29 +108,29 @@ def unrounded(engine: Engine[Any], kind: str) -> list[str]:
         for name, p in engine.model.named_parameters()
         if engine.stage < 3 and not torch.equal(p, masters[name].to(p.dtype))
     ]
-    told: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, own)
-    return sum(told, [])
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    return sum(gathered, [])
 
 
 def take(engine: Engine[Any], kind: str, plan: list[tuple[int, str]], rank: int) -> dict[str, Any]:
     """Take all steps of the plan, refill the initial masters as a checkpoint would, and take one more step."""
-    told: dict[str, Any] = {"results": [], "states": [], "unrounded": unrounded(engine, kind), "left": []}
+    record: dict[str, Any] = {"results": [], "states": [], "unrounded": unrounded(engine, kind), "left": []}
     for step, (parts, overflow) in enumerate(plan):
         if overflow and engine.precision != "fp16":
             continue  # it would end the run
         result = engine.step(batches(step, parts, overflow, rank), GlobalCounts(1, 1, 1, 1), step, RATE)
-        told["results"].append([step, result.applied, result.loss_scale, float(result.gradient_norm)])
+        record["results"].append([step, result.applied, result.loss_scale, float(result.gradient_norm)])
         state = {kind: whole(engine, kind) for kind in ("weight", "exp_avg", "exp_avg_sq")}
-        told["states"].append({**state, "steps": engine.optimizer.steps})
-        told["unrounded"] += unrounded(engine, kind)
-        told["left"] += [n for n, p in engine.model.named_parameters() if p.grad is not None and engine.stage < 3]
+        record["states"].append({**state, "steps": engine.optimizer.steps})
+        record["unrounded"] += unrounded(engine, kind)
+        record["left"] += [n for n, p in engine.model.named_parameters() if p.grad is not None and engine.stage < 3]
     fill_masters(engine.partition, drawn(kind))
     engine.refresh_weights()
-    told["unrounded"] += unrounded(engine, kind)
+    record["unrounded"] += unrounded(engine, kind)
     engine.step(batches(50, 1, "", rank), GlobalCounts(1, 1, 1, 1), 50, RATE)
-    told["unrounded"] += unrounded(engine, kind)
-    return told
+    record["unrounded"] += unrounded(engine, kind)
+    return record
 
 
 def make(text: str, world: World) -> Engine[Any]:
@@ -151,19 +151,19 @@ def main() -> None:
     join(world, 60)
     allow_fp16_on_cpus()
     engines = {text: make(text, world) for text in texts}
-    told: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for text, engine in engines.items():
         with backend.using("triton" if "triton" in text else "auto"):
-            told[text] = take(engine, text.split(":")[0], json.loads(plan), world.rank)
+            record[text] = take(engine, text.split(":")[0], json.loads(plan), world.rank)
     rows = [weakref.ref(engine._gradients.row) for engine in engines.values() if engine._gradients is not None]
     for engine in engines.values():
         engine.close()
     engines.clear()
     del engine
     gc.collect()
-    told["alive"] = sum(row() is not None for row in rows)
+    record["alive"] = sum(row() is not None for row in rows)
     if world.is_main:
-        torch.save(told, out)
+        torch.save(record, out)
     leave(0)
 
 

@@ -125,9 +125,9 @@ class Started:
         self.commands: list[subprocess.Popen[str]] = []
         with log.open("w") as file:
             for number, (words, environ) in enumerate(shells):
-                told = {"CONFIG": str(config), "NODE": str(number)}
-                words = [told.get(word, word) for word in words]
-                environ = site.environ() | {name: told.get(value, value) for name, value in environ.items()}
+                values = {"CONFIG": str(config), "NODE": str(number)}
+                words = [values.get(word, word) for word in words]
+                environ = site.environ() | {name: values.get(value, value) for name, value in environ.items()}
                 command = site.hosts[number].command(words, site.folder, environ)
                 self.commands.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True))
 

@@ -26,7 +26,7 @@ from ranks import ROOT, free_port
 from deploy.monitoring.pictures import ask
 
 MONITORING = ROOT / "deploy/monitoring"
-PATIENCE = 180.0  # seconds; a busy machine takes many times as long as an idle one
+ALERT_PATIENCE_SECONDS = 180.0  # seconds; a busy machine takes many times as long as an idle one
 FASTER = 60  # a minute is a second
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 Found = TypeVar("Found")
@@ -43,7 +43,7 @@ class Alert(NamedTuple):
     annotations: Labels
 
 
-def wait_until(what: str, found: Callable[[], Found], timeout: float = PATIENCE) -> Found:
+def wait_until(what: str, found: Callable[[], Found], timeout: float = ALERT_PATIENCE_SECONDS) -> Found:
     """The first result of ``found()`` that is not empty; fails with ``what`` if there is none in time."""
     deadline = time.monotonic() + timeout
     while not (answer := found()):
@@ -93,8 +93,8 @@ class _Webhook(BaseHTTPRequestHandler):
     server: Receiver
 
     def do_POST(self) -> None:
-        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        for alert in told["alerts"]:
+        posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        for alert in posted["alerts"]:
             what = alert["startsAt"], alert["status"], alert["labels"], alert["annotations"]
             self.server.alerts.append(Alert(time.time(), *what))
         self.send_response(200)

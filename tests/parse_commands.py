@@ -35,10 +35,10 @@ def parse(words: Sequence[str]) -> None:
         given = parse_args(arguments)
         parse([given.user_script, *given.user_args])
     elif name == "deploy.launch":
-        from deploy.launch import Parser, split
+        from deploy.launch import LaunchParser, split
 
         own, rest = split(arguments)
-        parse([Parser().parse_args(own).module, *rest])
+        parse([LaunchParser().parse_args(own).module, *rest])
     else:
         run(name, arguments)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from corpora import write_corpus
-from pods import KINDS, PATIENCE, SIZE, Gang, Pod, contract, gang
+from pods import KINDS, POD_PATIENCE_SECONDS, SIZE, Gang, Pod, contract, gang
 from sshd import wait_for
 
 from data_prep.build import build
@@ -131,14 +131,14 @@ ALL_KINDS = (undisturbed, stop, kill)
 def begin(run: Gang) -> list[Pod]:
     """Start all pods, and run some steps beyond the first checkpoint."""
     pods = run.start_all()
-    assert wait_for(lambda: run.trained(EVERY + 2) and saved(run) >= EVERY, PATIENCE), run.output()
+    assert wait_for(lambda: run.trained(EVERY + 2) and saved(run) >= EVERY, POD_PATIENCE_SECONDS), run.output()
     return pods
 
 
 def linger(run: Gang, pod: Pod) -> None:
     """Let it wait alone at the meeting place for a while. No pod may give up."""
     before = [each.code for each in run.pods]
-    assert wait_for(pod.meets, PATIENCE), run.output()
+    assert wait_for(pod.meets, POD_PATIENCE_SECONDS), run.output()
     time.sleep(LATE)
     assert [each.code for each in run.pods] == before, run.output()
 

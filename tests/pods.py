@@ -30,7 +30,7 @@ from data_prep.manifest import load_manifest
 KINDS = ("job", "jobset", "trainjob")
 RELEASE, RUN = "bert", "small"
 SIZE = 2  # pods, of one rank each
-PATIENCE = 180.0  # seconds
+POD_PATIENCE_SECONDS = 180.0  # seconds
 PORT = 29500  # where ranks meet
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 # a container's /dev, as runtimes create it: no devices, and the kubelet's file for a last message
@@ -126,14 +126,14 @@ def _resolved(value: Any) -> str:
 
 def _controller(documents: list[helm.Json]) -> dict[str, str]:
     """The variables that the Job controller adds, or Kubeflow Trainer by its torch policy."""
-    told = {"JOB_COMPLETION_INDEX": INDEX}
+    environ = {"JOB_COMPLETION_INDEX": INDEX}
     if "TrainJob" in [document["kind"] for document in documents]:
         trainer = helm.one(documents, "TrainJob")["spec"]["trainer"]
         assert helm.one(documents, "TrainingRuntime")["spec"]["mlPolicy"]["torch"] == {}
-        told |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
-        told |= {"PET_NODE_RANK": INDEX, "PET_MASTER_PORT": str(PORT)}
-        told |= {"PET_MASTER_ADDR": f"{RELEASE}-node-0-0.{RELEASE}"}
-    return told
+        environ |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+        environ |= {"PET_NODE_RANK": INDEX, "PET_MASTER_PORT": str(PORT)}
+        environ |= {"PET_MASTER_ADDR": f"{RELEASE}-node-0-0.{RELEASE}"}
+    return environ
 
 
 @dataclass
@@ -183,7 +183,7 @@ class Pod:
 
     def end(self) -> int:
         """Its exit code, once it has ended. Fails if it does not end."""
-        assert wait_for(lambda: self.code is not None, PATIENCE), self.output
+        assert wait_for(lambda: self.code is not None, POD_PATIENCE_SECONDS), self.output
         assert self.code is not None
         return self.code
 
@@ -266,11 +266,11 @@ class Gang:
 
     def _publish(self) -> None:
         """Publish the names that each pod can resolve: its own, as the kubelet writes it, and those in the DNS."""
-        told = "".join(f"{address} {name}\n" for name, address in self.names.items())
+        lines = "".join(f"{address} {name}\n" for name, address in self.names.items())
         for pod in self.pods:
             host = self.contract.name(pod.index).partition(".")
             own = f"{pod.node.address} {host[0]}.{host[2]}.default.svc.cluster.local {host[0]}\n"
-            (pod.folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}{told}")  # in place: it is mounted
+            (pod.folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}{lines}")  # in place: it is mounted
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def main() -> None:
     if options["device"] == "cpu":
         allow_fp16_on_cpus()
     replace_forwards()
-    told, scales = {}, [float(scale) for scale in options["scales"].split(",")]
+    record, scales = {}, [float(scale) for scale in options["scales"].split(",")]
     for stage in map(int, stages.split(",")):
         config = EngineConfig(stage, options["precision"], bool(options["offload"]))  # type: ignore[arg-type]
         engine = Engine(config, Bert(MODEL, 3), OPTIMIZERS[options["optimizer"]], world, seed=3)
@@ -116,9 +116,9 @@ def main() -> None:
             engine.loss_scale = replace(engine.loss_scale, scale=scales[step % len(scales)])
             mine = [batch_of(step, world.rank, world.size)]
             norms.append(float(engine.step(mine, GlobalCounts(1, 1, 1, 1), step, RATE).gradient_norm))
-        told[stage] = {"weights": whole(engine, "weight"), "norms": norms}
+        record[stage] = {"weights": whole(engine, "weight"), "norms": norms}
     if world.is_main:
-        torch.save(told, out)
+        torch.save(record, out)
     leave(0)
 
 

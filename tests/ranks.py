@@ -117,9 +117,9 @@ def fork(size: int, script: str, *arguments: str) -> list[Forked]:
 def fork_one(rank: int, size: int, port: int, script: str, *arguments: str, **settings: str) -> Forked:
     """Start one of the ranks of :func:`fork`, with its own settings in its environment."""
     log = Path(tempfile.mkdtemp(dir=_logs().name)) / f"rank-{rank}.log"
-    told = ({**environment(rank, size, port), "CUDA_VISIBLE_DEVICES": "", **settings}, script, arguments, log)
+    call = ({**environment(rank, size, port), "CUDA_VISIBLE_DEVICES": "", **settings}, script, arguments, log)
     log.touch()
-    process = _server().Process(target=_become, args=told, daemon=True)
+    process = _server().Process(target=_become, args=call, daemon=True)
     process.start()
     return Forked(process, log)
 

@@ -11,7 +11,7 @@ import yaml
 from ranks import Forked
 
 from data_prep.manifest import load_manifest
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 
 def write_config(folder: Path, shards: Path, steps: int, **sections: dict[str, Any]) -> Path:

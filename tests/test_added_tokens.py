@@ -24,7 +24,7 @@ from trainer.convert.weights import fitting, load_bert
 from trainer.encode import __main__ as encode
 from trainer.encode.vectors import Text
 from trainer.errors import TrainerError
-from trainer.finetune.start import read_pretrained
+from trainer.finetune.pretrained import read_pretrained
 
 pytestmark = pytest.mark.slow
 
@@ -181,16 +181,16 @@ def test_words_that_are_tagged_and_contexts_that_are_searched_hold_them(tmp_path
     assert [context[low:high] for low, high in found.offsets] == ["bame", "[E1]", "Deni"]
 
 
-def test_a_tokenizer_smaller_than_its_model_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_smaller_than_its_model_is_reported(tmp_path: Path) -> None:
     """The model was resized, but the tokenizer was not saved with it."""
-    folder, told = with_tokens(tmp_path, MARKERS), list[str]()
+    folder, reported = with_tokens(tmp_path, MARKERS), list[str]()
     for path in folder.glob("tokenizer*"):
         path.unlink()
     load_tokenizer(tmp_path / "bert").save(folder)
-    load_bert(folder, told.append)
-    read_pretrained(folder, None, told.append)
-    assert len(told) == 2
-    for line in told:
+    load_bert(folder, reported.append)
+    read_pretrained(folder, None, reported.append)
+    assert len(reported) == 2
+    for line in reported:
         assert line.startswith(f"warning: {folder} has 20 pieces, but the model in {folder} has 22: ids from 20")
     with pytest.raises(TrainerError, match="has 20 tokens, but the model has 22"):
         weights, model = hf_folder.read_folder(folder)
@@ -208,7 +208,7 @@ def test_pretraining_goes_on_only_with_the_same_added_tokens(tmp_path: Path) -> 
         fitting(folder, model, shapes, pytest.fail, plain)
 
 
-def test_shards_are_not_built_without_them_in_silence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_are_not_built_without_them_silently(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, text, out = with_tokens(tmp_path, MARKERS), tmp_path / "text.txt", tmp_path / "shards"
     text.write_text("[E1] bame [/E1] deni.\nbames deni.\n\n" * 20)
     assert (

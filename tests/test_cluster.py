@@ -34,8 +34,8 @@ def expected(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     folder = tmp_path_factory.mktemp("expected")
     config = configure(folder, tiny_shards)
     script = str(ranks.ROOT / "tests/trainer_on_ranks.py")
-    told = ["--config", str(config), "--set", f"run.folder={folder / 'run'}"]
-    done = ranks.finish(ranks.fork(2, script, str(folder), "[]", *told))
+    options = ["--config", str(config), "--set", f"run.folder={folder / 'run'}"]
+    done = ranks.finish(ranks.fork(2, script, str(folder), "[]", *options))
     assert [code for code, _ in done] == [0, 0], done
     return losses(folder / "run")
 

@@ -14,7 +14,7 @@ from corpora import write_corpus
 
 from data_prep.bench import TENSORFLOW, main
 from data_prep.errors import DataError
-from data_prep.watch import memory, run
+from data_prep.measured_run import memory, run_measured
 
 pytestmark = pytest.mark.slow
 
@@ -71,12 +71,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def measure(inputs: tuple[Path, Path], folder: Path, *more: str) -> dict[str, list[dict[str, str | float]]]:
     """Run the benchmark; returns its results by part."""
     text, tokenizer = inputs
-    out = folder / "figures.json"
+    out = folder / "measurements.json"
     sizes = ["--megabytes", "0.01", "--large-megabytes", "0.03", "--google-megabytes", "0.005", "--repeats", "1"]
     command = ["--input", str(text), "--tokenizer", str(tokenizer), "--json", str(out), *sizes]
     assert main([*command, *more]) == 0
-    figures: dict[str, list[dict[str, str | float]]] = json.loads(out.read_text("utf-8"))
-    return figures
+    results: dict[str, list[dict[str, str | float]]] = json.loads(out.read_text("utf-8"))
+    return results
 
 
 def test_rates_and_memory_are_measured(
@@ -84,17 +84,17 @@ def test_rates_and_memory_are_measured(
 ) -> None:
     core = min(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {core})  # builds of one process start sooner
-    figures = measure(inputs, tmp_path, "--only", "rates", "memory")
-    assert list(figures) == ["machine", "rates", "memory"]
-    assert [row["unit"] for row in figures["rates"]] == ["MB/s"] * 2 + ["s"] * 4
-    assert [row["name"] for row in figures["rates"][2:5]] == ["  tokenized", "  planned", "  wrote"]
-    assert all(float(row["value"]) >= 0 for row in figures["rates"])
-    values = [float(row["value"]) for row in figures["memory"]]
-    assert [row["unit"] for row in figures["memory"]] == ["MB"] * 6
+    results = measure(inputs, tmp_path, "--only", "rates", "memory")
+    assert list(results) == ["machine", "rates", "memory"]
+    assert [row["unit"] for row in results["rates"]] == ["MB/s"] * 2 + ["s"] * 4
+    assert [row["name"] for row in results["rates"][2:5]] == ["  tokenized", "  planned", "  wrote"]
+    assert all(float(row["value"]) >= 0 for row in results["rates"])
+    values = [float(row["value"]) for row in results["memory"]]
+    assert [row["unit"] for row in results["memory"]] == ["MB"] * 6
     for anonymous, total in zip(values[::2], values[1::2], strict=True):
         assert 10 < anonymous < total  # an interpreter with numpy alone has more
     printed = capsys.readouterr()
-    assert all(str(row["name"]) in printed.out for row in figures["rates"] + figures["memory"])
+    assert all(str(row["name"]) in printed.out for row in results["rates"] + results["memory"])
     assert "bench: building" in printed.err
 
 
@@ -153,7 +153,9 @@ def test_memory_is_that_of_all_processes_below() -> None:
 def test_a_command_is_watched(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     code = "import os, time; held = bytearray(b'x') * 50_000_000; time.sleep(0.5); print(os.sched_getaffinity(0))"
-    done = run([sys.executable, "-c", code], tmp_path, dict(os.environ), core, look=True)
+    done = run_measured([sys.executable, "-c", code], tmp_path, dict(os.environ), core, look=True)
     assert done.output == str({core}) and done.seconds >= 0.5 > done.cpu > 0 and done.anonymous > 50_000_000
     with pytest.raises(DataError, match="exit code 3 of .*: at last"):
-        run([sys.executable, "-c", "import sys; print('first\\nat last'); sys.exit(3)"], tmp_path, dict(os.environ))
+        run_measured(
+            [sys.executable, "-c", "import sys; print('first\\nat last'); sys.exit(3)"], tmp_path, dict(os.environ)
+        )

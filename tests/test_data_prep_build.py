@@ -237,7 +237,7 @@ def test_a_store_that_is_refused_leaves_all_as_it_was(tmp_path: Path, capsys: py
         ("fingerprint", 1, " holds the tokens of other text or settings"),
     ],
 )
-def test_a_store_that_is_damaged_is_told_in_a_line(
+def test_a_store_that_is_damaged_is_reported_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, size: int, said: str
 ) -> None:
     text, tokenizer = write_corpus(tmp_path, [4, 4], 8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data_prep import cleaning
 from data_prep.cleaning import clean
-from data_prep.tokenizer import DEFAULTS, SPECIALS, bert_encoder, load_tokenizer
+from data_prep.tokenizer import DEFAULT_SETTINGS, SPECIALS, bert_encoder, load_tokenizer
 from data_prep.vocab import train_tokenizer
 
 SYMBOLS = {*range(0x2190, 0x2C00), *range(0x1F000, 0x1FC00)}
@@ -32,7 +32,7 @@ def test_every_character_between_two_letters() -> None:
 
 def test_the_tokenizer_parts_words_where_bert_does_and_at_controls_and_symbols() -> None:
     ours = train_tokenizer(["a b"], 20, cased=True).encoder
-    bert = bert_encoder([*SPECIALS, "a", "b"], DEFAULTS | {"do_lower_case": False})
+    bert = bert_encoder([*SPECIALS, "a", "b"], DEFAULT_SETTINGS | {"do_lower_case": False})
     codes = [*range(0x3100), *range(0xFE00, 0x10000), *range(0x1E000, 0x20000), *range(0xE0000, 0xE0100)]
     texts = [f"a{chr(code)}b" for code in codes]
     found, plain = (encoder.encode_batch(texts, add_special_tokens=False) for encoder in (ours, bert))

@@ -302,10 +302,10 @@ def test_chunks_tell_of_every_byte(tmp_path: Path) -> None:
     chunks = list(read_chunks(sources, Reading()))
     assert all(chunk.read >= 0 and chunk.paragraphs for chunk in chunks)
     assert sum(chunk.read for chunk in chunks) == sum(sizes)
-    told = [sum(chunk.read for chunk in chunks if chunk.source == i) for i in range(len(sources))]
+    sums = [sum(chunk.read for chunk in chunks if chunk.source == i) for i in range(len(sources))]
     blank = [source.name for source in sources].index("b0.txt")
-    assert told[:blank] == sizes[:blank] and told[blank : blank + 2] == [0, 0]  # blank files go with the next one
-    assert told[blank + 2] == sum(sizes[blank : blank + 3]) and told[blank + 3 :] == sizes[blank + 3 :]
+    assert sums[:blank] == sizes[:blank] and sums[blank : blank + 2] == [0, 0]  # blank files go with the next one
+    assert sums[blank + 2] == sum(sizes[blank : blank + 3]) and sums[blank + 3 :] == sizes[blank + 3 :]
     plain = [chunk.read for chunk in chunks if sources[chunk.source].name == "a.txt"]
     assert len(plain) > 3 and max(plain) < sum(plain) / 2  # on the way, not all at the end
     blank_end = [*sources, Source(tmp_path / "b1.txt", "again")]

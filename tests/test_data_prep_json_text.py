@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.json_text import DEEPEST, parse_json, read_json, shown
+from data_prep.json_text import DEEPEST_JSON, parse_json, read_json, shown
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, '{"a":' * 100_000, "[{" * 40 + "}]" * 40, "[" * (DEEPEST + 1) + "]" * (DEEPEST + 1)]
+    ["[" * 100_000, '{"a":' * 100_000, "[{" * 40 + "}]" * 40, "[" * (DEEPEST_JSON + 1) + "]" * (DEEPEST_JSON + 1)]
     + ['"x' + "[" * 100_000, "[" * 100 + '"' + '\\"' * 1_000_000, "9" * 5000, "", "[1] [2]"],
     ids=lambda text: text[:10],
 )
@@ -30,7 +30,7 @@ def test_what_is_no_json_or_too_deep_is_refused_at_once(text: str) -> None:
         ["[" * 1000, "{" * 1000, '"[' * 1000, "\\[" * 1000],
         {"[" * 100: {"{": 1}} | {str(i): [] for i in range(1000)},
         [[1] for _ in range(1000)],
-        json.loads("[" * DEEPEST + "]" * DEEPEST),
+        json.loads("[" * DEEPEST_JSON + "]" * DEEPEST_JSON),
     ],
 )
 def test_brackets_in_texts_and_beside_one_another_are_no_depth(value: object) -> None:

@@ -17,7 +17,7 @@ from data_prep import masking as module
 from data_prep.draws import bits, uniform
 from data_prep.errors import DataError
 from data_prep.masking import Masking, Vocabulary, choose, make_samples, make_vocabulary, maskable, remask, replace
-from data_prep.pairs import PAIR
+from data_prep.pairs import PAIR_DTYPE
 from data_prep.settings import make_settings
 from data_prep.shards import Sample
 from data_prep.store import Store
@@ -83,7 +83,7 @@ def make_store(tokens: int, vocab_size: int) -> Store:
 def cut_pairs(store: Store, count: int, longest: int) -> NDArray[np.void]:
     """Any pairs of up to ``longest`` tokens."""
     random = np.random.default_rng(4)
-    pairs = np.zeros(count, PAIR)
+    pairs = np.zeros(count, PAIR_DTYPE)
     pairs["a_length"] = random.integers(1, longest, count)
     pairs["b_length"] = random.integers(1, longest - pairs["a_length"] + 1)
     pairs["a_start"], pairs["b_start"] = random.integers(0, len(store.ids) - longest, (2, count))
@@ -97,24 +97,26 @@ def same(one: Sample, other: Sample) -> bool:
 
 def choose_slowly(ids: NDArray[np.int32], continues: NDArray[np.bool_], sample: int, masking: Masking) -> list[int]:
     """`choose` with seed 1 for one row and a unit of words, one word after the other."""
-    borders = [*np.flatnonzero(~continues).tolist(), len(ids)]
+    boundaries = [*np.flatnonzero(~continues).tolist(), len(ids)]
     left = wanted = min(masking.most, max(1, round(masking.share * int((ids >= 5).sum()))))
-    free = [bool((ids[begin:end] >= 5).all()) for begin, end in pairwise(borders)]
-    order = sorted((int(bits(1, module.CHOICE, sample, borders[k])[0]), k) for k, whole in enumerate(free) if whole)
+    free = [bool((ids[begin:end] >= 5).all()) for begin, end in pairwise(boundaries)]
+    order = sorted((int(bits(1, module.CHOICE, sample, boundaries[k])[0]), k) for k, whole in enumerate(free) if whole)
     runs = []
     for _, k in order:
-        n = 1 + int((uniform(1, module.LENGTH, sample, borders[k]) >= np.cumsum(CHANCES[masking.unit])[:-1]).sum())
-        while n and not (k + n < len(borders) and all(free[k : k + n]) and borders[k + n] - borders[k] <= left):
+        n = 1 + int((uniform(1, module.LENGTH, sample, boundaries[k]) >= np.cumsum(CHANCES[masking.unit])[:-1]).sum())
+        while n and not (
+            k + n < len(boundaries) and all(free[k : k + n]) and boundaries[k + n] - boundaries[k] <= left
+        ):
             n -= 1
         runs.append((k, k + n))
-        left -= borders[k + n] - borders[k]
+        left -= boundaries[k + n] - boundaries[k]
         free[k : k + n] = [False] * n
     if left == wanted:
-        shortest = sorted((borders[k + 1] - borders[k], draw, k) for draw, k in order)[:1]
+        shortest = sorted((boundaries[k + 1] - boundaries[k], draw, k) for draw, k in order)[:1]
         runs = [(k, k + 1) for size, _, k in shortest if size <= masking.most]
     spans = [-1] * len(ids)
     for first, last in runs:
-        spans[borders[first] : borders[last]] = [borders[first]] * (borders[last] - borders[first])
+        spans[boundaries[first] : boundaries[last]] = [boundaries[first]] * (boundaries[last] - boundaries[first])
     return spans
 
 
@@ -282,7 +284,7 @@ def test_new_masks_with_the_old_seed_are_the_old_masks(unit: str, monkeypatch: p
 def test_the_layout_of_a_pair_and_of_a_single_segment() -> None:
     ids = np.arange(10, 30, dtype=np.uint16)
     store = Store(ids, np.ones(20, np.uint8), np.array([0, 20]), np.array([[0, 1]]))  # cut within a word anywhere
-    pairs = np.array([(2, 10, 3, 2, 1), (5, 0, 4, 0, 2)], PAIR)
+    pairs = np.array([(2, 10, 3, 2, 1), (5, 0, 4, 0, 2)], PAIR_DTYPE)
     two, one = make_samples(store, pairs, 0, vocabulary_of(40), SPECIALS, make_settings(16))
     assert two.ids.tolist() == [2, 12, 13, 14, 3, 20, 21, 3] and (two.split, two.is_next) == (5, 1)
     assert two.continues.tolist() == [False, False, True, True, False, False, True, False]
@@ -294,7 +296,7 @@ def test_the_layout_of_a_pair_and_of_a_single_segment() -> None:
 @pytest.mark.parametrize("share", [0.15, 1.0])
 def test_documents_of_five_tokens_and_a_vocabulary_of_twelve(unit: str, share: float) -> None:
     store, vocabulary = make_store(20_000, 12), vocabulary_of(12)
-    pairs = np.array([(start, start + 2, 2, 3, 1) for start in range(0, 20_000, 5)], PAIR)
+    pairs = np.array([(start, start + 2, 2, 3, 1) for start in range(0, 20_000, 5)], PAIR_DTYPE)
     settings, lengths = make_settings(16, masking=unit, masked_share=share), np.tile([2, 3], 4000)
     may = maskable(store.ids, store.continues, lengths, vocabulary, Masking(unit, share, settings.max_predictions))
     samples = list(make_samples(store, pairs, 0, vocabulary, SPECIALS, settings))

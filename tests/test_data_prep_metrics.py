@@ -24,7 +24,7 @@ from data_prep import metrics
 from data_prep.__main__ import main
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
-from data_prep.metrics import COUNTERS, STAGES, Figures, check_textfile, push, serve, write_textfile
+from data_prep.metrics import COUNTERS, STAGES, BuildMetrics, check_textfile, push, serve, write_textfile
 from data_prep.workers import Stopped
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -63,30 +63,30 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
     return f"lambert_prep_{name}", frozenset({"dataset": "train", **labels}.items())
 
 
-def work() -> Figures:
+def work() -> BuildMetrics:
     """A build that is in its second stage; each counter has a value of its own."""
-    figures = Figures("train", VERSIONS)
+    build_metrics = BuildMetrics("train", VERSIONS)
     for value, name in enumerate(COUNTERS, 1):
-        setattr(figures, name, value)
-    figures.begin("tokenize", 50)
-    figures.advance(20)
-    figures.begin("select", 40)
-    figures.advance(4)
-    figures.advance(6)
-    return figures
+        setattr(build_metrics, name, value)
+    build_metrics.begin("tokenize", 50)
+    build_metrics.advance(20)
+    build_metrics.begin("select", 40)
+    build_metrics.advance(4)
+    build_metrics.advance(6)
+    return build_metrics
 
 
 def test_a_scrape_shows_how_far_a_build_is() -> None:
-    figures = work()
-    with serve(figures, 0, "127.0.0.1") as port:
+    build_metrics = work()
+    with serve(build_metrics, 0, "127.0.0.1") as port:
         found = scrape(port)
         assert found[key("build_info", **VERSIONS)] == 1
         for value, name in enumerate(COUNTERS, 1):
             assert found[key(f"{name}_total")] == value
         progress = {stage: found[key("progress_ratio", stage=stage)] for stage in STAGES}
         assert progress == {"tokenize": 1.0, "select": 0.25, "plan": 0.0, "write": 0.0}
-        figures.tokens += 1000
-        figures.advance(10)
+        build_metrics.tokens += 1000
+        build_metrics.advance(10)
         more = scrape(port)
     assert more[key("tokens_total")] == found[key("tokens_total")] + 1000
     assert more[key("progress_ratio", stage="select")] == 0.5
@@ -95,43 +95,43 @@ def test_a_scrape_shows_how_far_a_build_is() -> None:
 
 
 def test_every_count_is_a_series_and_every_series_a_count() -> None:
-    assert set(COUNTERS) == {field.name for field in fields(Figures) if field.type == "int"}
+    assert set(COUNTERS) == {field.name for field in fields(BuildMetrics) if field.type == "int"}
 
 
 def test_names_end_in_units_and_series_do_not_multiply() -> None:
-    figures = work()
-    with serve(figures, 0, "127.0.0.1") as port:
+    build_metrics = work()
+    with serve(build_metrics, 0, "127.0.0.1") as port:
         before = scrape(port)
         for number in range(500):
-            figures.begin(STAGES[number % 4], number)
-            figures.advance(number)
-            figures.shards += 1
+            build_metrics.begin(STAGES[number % 4], number)
+            build_metrics.advance(number)
+            build_metrics.shards += 1
         assert set(scrape(port)) == set(before)
-        figures.succeed()
+        build_metrics.succeed()
         after = scrape(port)
     assert set(after) - set(before) == {key("last_success_timestamp_seconds")}
     assert [name for name, _ in after if not NAME.fullmatch(name)] == []
 
 
 def test_progress_and_seconds_stay_in_bounds() -> None:
-    figures = Figures()
-    figures.advance(5)  # in no stage
-    assert [figures.progress(stage) for stage in STAGES] == [0.0] * 4
-    figures.begin("write", 0)
-    figures.advance(0)
-    assert figures.progress("write") == 0.0
-    figures.begin("write", 3)
-    figures.advance(7)
-    assert figures.progress("write") == 1.0
-    seconds = [figures.seconds("write")]
+    build_metrics = BuildMetrics()
+    build_metrics.advance(5)  # in no stage
+    assert [build_metrics.progress(stage) for stage in STAGES] == [0.0] * 4
+    build_metrics.begin("write", 0)
+    build_metrics.advance(0)
+    assert build_metrics.progress("write") == 0.0
+    build_metrics.begin("write", 3)
+    build_metrics.advance(7)
+    assert build_metrics.progress("write") == 1.0
+    seconds = [build_metrics.seconds("write")]
     for _ in range(100):
-        seconds.append(figures.seconds("write"))
-        figures.end()
-        seconds.append(figures.seconds("write"))
-        figures.begin("write", 1)
-        seconds.append(figures.seconds("write"))
+        seconds.append(build_metrics.seconds("write"))
+        build_metrics.end()
+        seconds.append(build_metrics.seconds("write"))
+        build_metrics.begin("write", 1)
+        seconds.append(build_metrics.seconds("write"))
     assert seconds == sorted(seconds) and seconds[-1] > 0
-    assert figures.seconds("plan") == 0.0
+    assert build_metrics.seconds("plan") == 0.0
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
@@ -143,7 +143,7 @@ def test_a_port_that_is_taken_is_one_line(address: str) -> None:
         expected = (
             rf"^--metrics-port {port} on {re.escape(address)} cannot be opened \(Address already in use\): [^\n]+$"
         )
-        with pytest.raises(DataError, match=expected), serve(Figures(), port, address):
+        with pytest.raises(DataError, match=expected), serve(BuildMetrics(), port, address):
             pytest.fail("work began")
 
 
@@ -153,7 +153,7 @@ def test_a_port_that_is_taken_is_one_line(address: str) -> None:
 def test_a_port_or_address_that_cannot_be_is_one_line(port: int, address: str) -> None:
     with (
         pytest.raises(DataError, match=r"^--metrics-port .* cannot be opened \([^\n]+$"),
-        serve(Figures(), port, address),
+        serve(BuildMetrics(), port, address),
     ):
         pytest.fail("work began")
 
@@ -161,7 +161,7 @@ def test_a_port_or_address_that_cannot_be_is_one_line(port: int, address: str) -
 def test_one_process_builds_twice_with_one_port() -> None:
     port = free_port()
     for tokens in (1, 2):
-        with serve(Figures("train", tokens=tokens), port, "127.0.0.1") as opened:
+        with serve(BuildMetrics("train", tokens=tokens), port, "127.0.0.1") as opened:
             assert opened == port
             assert scrape(port)[key("tokens_total")] == tokens
     with pytest.raises(OSError, match="refused"):
@@ -172,15 +172,15 @@ def test_a_file_holds_the_last_success(tmp_path: Path) -> None:
     path = tmp_path / "build.prom"
     check_textfile(path)
     assert not path.exists()
-    figures = work()
+    build_metrics = work()
     begun = time.time()
-    figures.succeed()
-    write_textfile(figures, path)
+    build_metrics.succeed()
+    write_textfile(build_metrics, path)
     found = read(path.read_text())
     assert begun <= found[key("last_success_timestamp_seconds")] <= time.time()
     assert found[key("progress_ratio", stage="select")] == 1.0
     inode = path.stat().st_ino
-    write_textfile(figures, path)
+    write_textfile(build_metrics, path)
     assert path.stat().st_ino != inode  # replaced, never half written
     assert list(tmp_path.iterdir()) == [path]
 
@@ -194,7 +194,7 @@ def test_a_file_that_nobody_could_write_or_read_is_refused(tmp_path: Path) -> No
 
 def test_node_exporter_reads_the_files_of_two_data_sets(tmp_path: Path) -> None:
     for name in ("train", "heldout"):
-        write_textfile(Figures(name), tmp_path / f"{name}.prom")
+        write_textfile(BuildMetrics(name), tmp_path / f"{name}.prom")
     options = ["--collector.disable-defaults", "--collector.textfile", f"--collector.textfile.directory={tmp_path}"]
     with running("prometheus-node-exporter", *options) as port:
         found = re.findall(r'^lambert_prep_tokens_total{dataset="(.+)"} 0$', ask(port), re.MULTILINE)
@@ -239,29 +239,29 @@ def group(port: int, dataset: str) -> dict[str, float]:
 
 def test_each_data_set_leaves_its_last_result_and_a_later_failure(gateway: int) -> None:
     url = f"http://127.0.0.1:{gateway}/"
-    other = Figures("held out/ä", tokens=5)
+    other = BuildMetrics("held out/ä", tokens=5)
     with push(other, url):
         other.succeed()
-    figures = work()
-    with push(figures, url):
-        figures.succeed()
+    build_metrics = work()
+    with push(build_metrics, url):
+        build_metrics.succeed()
         assert group(gateway, "train") == {}  # results only
     good = group(gateway, "train")
-    assert good[SUCCESS] == figures.succeeded and FAILURE not in good
-    assert good["lambert_prep_tokens_total"] == figures.tokens
+    assert good[SUCCESS] == build_metrics.succeeded and FAILURE not in good
+    assert good["lambert_prep_tokens_total"] == build_metrics.tokens
     assert abs(good["push_time_seconds"] - time.time()) < 60
     for stop in (KeyboardInterrupt, Stopped):
-        with pytest.raises(stop), push(Figures("train"), url):
+        with pytest.raises(stop), push(BuildMetrics("train"), url):
             raise stop
     assert group(gateway, "train") == good  # neither begun nor stopped is a result
 
-    with pytest.raises(DataError, match="no text"), push(Figures("train"), url):
+    with pytest.raises(DataError, match="no text"), push(BuildMetrics("train"), url):
         raise DataError("no text")
     bad = group(gateway, "train")
     assert bad[FAILURE] > bad[SUCCESS]
     changed = {"push_time_seconds", FAILURE}
     assert {name: bad[name] for name in bad.keys() - changed} == {name: good[name] for name in good.keys() - changed}
-    with push(figures, url):
+    with push(build_metrics, url):
         pass
     assert group(gateway, "train").keys() == good.keys()
     assert group(gateway, "held out/ä")["lambert_prep_tokens_total"] == 5
@@ -269,10 +269,10 @@ def test_each_data_set_leaves_its_last_result_and_a_later_failure(gateway: int) 
 
 def test_promtool_finds_nothing_wrong(gateway: int, tmp_path: Path) -> None:
     """Checks a file's contents and a Pushgateway's, of which its own series are left out."""
-    figures = Figures("checked")
-    with pytest.raises(OSError, match="full"), push(figures, f"http://127.0.0.1:{gateway}"):
+    build_metrics = BuildMetrics("checked")
+    with pytest.raises(OSError, match="full"), push(build_metrics, f"http://127.0.0.1:{gateway}"):
         raise OSError("full")
-    write_textfile(figures, tmp_path / "build.prom")
+    write_textfile(build_metrics, tmp_path / "build.prom")
     pushed = "".join(line for line in ask(gateway).splitlines(True) if FAILURE in line)
     text = (tmp_path / "build.prom").read_text() + pushed
     assert text.count("# HELP") == len(COUNTERS) + 4
@@ -330,7 +330,7 @@ def test_a_gateway_that_answers_badly_costs_a_warning(
     with socket.create_server(("127.0.0.1", 0)) as server:
         if answer is not None:
             threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
-        with push(Figures("train"), f"http://127.0.0.1:{server.getsockname()[1]}"):
+        with push(BuildMetrics("train"), f"http://127.0.0.1:{server.getsockname()[1]}"):
             pass
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith("data_prep: warning: --metrics-push http://127.0.0.1:") and f"({reason})" in warning
@@ -362,7 +362,7 @@ def _answer(server: socket.socket, answer: bytes) -> None:
     ],
 )
 def test_an_address_that_is_none_is_refused_before_the_work(url: str) -> None:
-    with pytest.raises(DataError) as error, push(Figures(), url):
+    with pytest.raises(DataError) as error, push(BuildMetrics(), url):
         pytest.fail("work began")
     message = str(error.value)
     assert message.startswith("--metrics-push ") and ": wanted http://HOST:PORT of a Pushgateway" in message
@@ -377,7 +377,7 @@ def test_an_address_is_taken(url: str, capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(
         "prometheus_client.push_to_gateway", lambda gateway, job, registry, group, timeout: sent.append((gateway, job))
     )
-    with push(Figures("train"), url):
+    with push(BuildMetrics("train"), url):
         assert sent == []
     assert sent == [(url, "lambert_prep")] and capsys.readouterr().err == ""
 
@@ -391,8 +391,8 @@ def test_without_prometheus_client_only_an_endpoint_is_missed() -> None:
 import sys
 from pathlib import Path
 from data_prep.errors import DataError
-from data_prep.metrics import Figures, check_textfile, push, serve
-figures = Figures()
+from data_prep.metrics import BuildMetrics, check_textfile, push, serve
+figures = BuildMetrics()
 figures.begin("tokenize", 2)
 figures.advance(1)
 with serve(figures, None) as port, push(figures, None):

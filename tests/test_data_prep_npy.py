@@ -15,7 +15,7 @@ from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.inspection import show_samples
 from data_prep.manifest import load_manifest, read_histogram
-from data_prep.npy import HEADER, npy_header, read_integers
+from data_prep.npy import HEADER_BYTES, npy_header, read_integers
 from data_prep.picture import draw
 from data_prep.settings import make_settings
 from data_prep.shards import read_index, read_shard
@@ -28,7 +28,7 @@ NAME = "shard-00001"
 
 def flipped(content: bytes) -> Iterator[bytes]:
     """The content with each bit of its header turned over: 1,024 of them."""
-    for bit in range(8 * HEADER):
+    for bit in range(8 * HEADER_BYTES):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         yield bytes(changed)

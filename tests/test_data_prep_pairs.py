@@ -21,7 +21,7 @@ from data_prep import pairs as module
 from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.masking import make_vocabulary
-from data_prep.pairs import BLOCK_DOCUMENTS, BLOCK_TOKENS, Block, PlanCounts, cut_blocks, plan_pairs
+from data_prep.pairs import BLOCK_DOCUMENTS, BLOCK_TOKENS, DocumentBlock, PlanCounts, cut_blocks, plan_pairs
 from data_prep.settings import Settings, make_settings
 from data_prep.shards import NO_PAIR
 from data_prep.store import Store
@@ -43,7 +43,7 @@ def make_store(documents: Sequence[Sequence[int]], taking_part: Sequence[int] | 
 
 
 def plan(store: Store, settings: Settings, duplicate: int = 0) -> tuple[NDArray[np.void], PlanCounts]:
-    return plan_pairs(store, Block(duplicate, 0, len(store.documents)), settings, VOCABULARY)
+    return plan_pairs(store, DocumentBlock(duplicate, 0, len(store.documents)), settings, VOCABULARY)
 
 
 class Segment(NamedTuple):
@@ -56,10 +56,10 @@ class Segment(NamedTuple):
 
 def read(store: Store, pairs: NDArray[np.void]) -> list[tuple[Segment, Segment | None, int]]:
     """A, B and is_next of each pair; no segment is empty, none leaves its document, and all take part."""
-    borders = store.sentences[store.documents]  # (documents, 2)
+    boundaries = store.sentences[store.documents]  # (documents, 2)
 
     def segment(start: int, length: int) -> Segment:
-        [row] = np.flatnonzero((borders[:, 0] <= start) & (start + length <= borders[:, 1]))
+        [row] = np.flatnonzero((boundaries[:, 0] <= start) & (start + length <= boundaries[:, 1]))
         return Segment(start, start + length, int(row))
 
     read = []
@@ -149,7 +149,7 @@ def test_a_plan_does_not_depend_on_how_the_work_is_cut(kind: str, monkeypatch: p
     store = make_store(documents, range(1, 60, 2))
     settings = make_settings(32, pairs=kind)
     whole, counts = plan(store, settings, duplicate=1)
-    parts = [plan_pairs(store, Block(1, i, i + 1), settings, VOCABULARY) for i in range(30)]
+    parts = [plan_pairs(store, DocumentBlock(1, i, i + 1), settings, VOCABULARY) for i in range(30)]
     assert np.array_equal(np.concatenate([pairs for pairs, _ in parts]), whole)
     assert tuple(np.sum([counts for _, counts in parts], axis=0)) == counts
     monkeypatch.setattr(module, "TOKENS_AT_ONCE", 3 * 32)  # three sentences, fewer than many pairs have
@@ -172,7 +172,7 @@ def test_blocks_cover_all_documents_in_every_duplicate() -> None:
     tokens = np.diff(store.sentences[store.documents])[:, 0]
     blocks = list(cut_blocks(store, 2))
     half = blocks[: len(blocks) // 2]
-    assert blocks == half + [Block(1, block.first, block.last) for block in half]
+    assert blocks == half + [DocumentBlock(1, block.first, block.last) for block in half]
     assert half[0].first == 0 and half[-1].last == len(store.documents)
     assert all(before.last == after.first for before, after in zip(half, half[1:], strict=False))
     for block in half:

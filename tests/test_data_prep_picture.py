@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, file_sha256, load_manifest
-from data_prep.picture import draw, make_spread, masked_share, padding_share, read_figures
+from data_prep.picture import draw, make_spread, masked_share, padding_share, read_histograms
 from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
 
@@ -36,22 +36,22 @@ def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_what_is_drawn_is_what_the_samples_hold(data: Path) -> None:
     manifest, samples = load_manifest(data), list(read_samples(data))
-    figures = read_figures(data, manifest)
+    histograms = read_histograms(data, manifest)
     lengths, masked = [len(sample.ids) for sample in samples], [len(sample.positions) for sample in samples]
-    assert np.array_equal(figures.lengths, np.bincount(lengths, minlength=33)) and len(figures.lengths) == 33
-    assert np.array_equal(figures.masks, np.bincount(masked, minlength=len(figures.masks)))
+    assert np.array_equal(histograms.lengths, np.bincount(lengths, minlength=33)) and len(histograms.lengths) == 33
+    assert np.array_equal(histograms.masks, np.bincount(masked, minlength=len(histograms.masks)))
     tokenizer = load_tokenizer(data / TOKENIZER_FOLDER)
     counts = np.bincount(np.concatenate([sample.ids for sample in samples]), minlength=tokenizer.vocab_size)
-    assert np.array_equal(figures.tokens, np.delete(counts, tokenizer.never))
-    assert len(figures.tokens) == tokenizer.vocab_size - 6 and figures.tokens[-1] == 0
-    assert padding_share(figures.lengths) == pytest.approx(1 - sum(lengths) / (32 * len(samples)))
+    assert np.array_equal(histograms.tokens, np.delete(counts, tokenizer.never))
+    assert len(histograms.tokens) == tokenizer.vocab_size - 6 and histograms.tokens[-1] == 0
+    assert padding_share(histograms.lengths) == pytest.approx(1 - sum(lengths) / (32 * len(samples)))
     ordinary = sum(np.isin(sample.ids, tokenizer.never, invert=True).sum() for sample in samples)
     assert masked_share(manifest) == pytest.approx(sum(masked) / ordinary)
 
 
 def test_the_spread_is_that_of_the_shards(data: Path) -> None:
     manifest, samples = load_manifest(data), list(read_samples(data))
-    spread = make_spread(manifest, read_figures(data, manifest).lengths)
+    spread = make_spread(manifest, read_histograms(data, manifest).lengths)
     single = manifest.settings.pairs == "single"
     values = np.array([len(sample.ids) if single else sample.is_next == 1 for sample in samples])
     shards = np.split(values, np.cumsum([shard.samples for shard in manifest.shards])[:-1])
@@ -69,7 +69,7 @@ def test_a_single_shard_is_the_mean(tmp_path: Path) -> None:
     text, tokenizer = write_corpus(tmp_path, [12] * 8, 8)
     build([text], tokenizer, tmp_path / "out", make_settings(32), 1)
     manifest = load_manifest(tmp_path / "out")
-    spread = make_spread(manifest, read_figures(tmp_path / "out", manifest).lengths)
+    spread = make_spread(manifest, read_histograms(tmp_path / "out", manifest).lengths)
     assert (len(spread.values), spread.error[0], spread.inside()) == (1, 0, 1)
 
 

@@ -24,7 +24,7 @@ from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, load_manifest
 from data_prep.publish import publish
-from data_prep.retries import LONGEST, shown
+from data_prep.retries import LONGEST_REASON, shown
 from data_prep.settings import make_settings
 from data_prep.verify import verify
 
@@ -265,7 +265,7 @@ def test_only_files_of_the_right_size_are_read_back(
 def test_what_no_reader_would_take_is_not_published(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SMALL", 1000)
+    monkeypatch.setattr(module, "SMALL_FILE_BYTES", 1000)
     with pytest.raises(
         DataError, match=r"^not published, .*manifest.json has .* bytes: no reader takes more than 1,000"
     ):
@@ -275,7 +275,7 @@ def test_what_no_reader_would_take_is_not_published(
 
 def test_what_a_server_says_is_cut_short() -> None:
     said = shown(OSError("bell \x07, colours \x1b[31m\nand " + "x" * 10_000))
-    assert said.startswith("OSError: bell ?, colours ?[31m and xxx") and len(said) == LONGEST + 1
+    assert said.startswith("OSError: bell ?, colours ?[31m and xxx") and len(said) == LONGEST_REASON + 1
 
 
 def test_missing_credentials_cost_one_line(

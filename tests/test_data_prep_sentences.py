@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.sentences import LONGEST, WINDOW, split_sentences
+from data_prep.sentences import LONGEST_SENTENCE, WINDOW_CHARACTERS, split_sentences
 
 
 def test_english() -> None:
@@ -41,18 +41,21 @@ def test_a_long_paragraph_is_split_as_a_short_one(language: str, sentence: str) 
     assert pieces == [sentence.strip()] * count and cut == 0
 
 
-@pytest.mark.parametrize("size", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, LONGEST - 2])
+@pytest.mark.parametrize(
+    "size",
+    [WINDOW_CHARACTERS - 1, WINDOW_CHARACTERS, WINDOW_CHARACTERS + 1, 3 * WINDOW_CHARACTERS, LONGEST_SENTENCE - 2],
+)
 def test_a_sentence_longer_than_a_window_stays_whole(size: int) -> None:
-    sentence = ("word " * LONGEST)[: size - 2] + "d."
+    sentence = ("word " * LONGEST_SENTENCE)[: size - 2] + "d."
     assert split_sentences(f"First. {sentence} Last.", "en") == (["First.", sentence, "Last."], 0)
 
 
-@pytest.mark.parametrize("blob", ["x" * (LONGEST * 5), "word " * 100_000, "足" * (LONGEST * 3 + 1)])
+@pytest.mark.parametrize("blob", ["x" * (LONGEST_SENTENCE * 5), "word " * 100_000, "足" * (LONGEST_SENTENCE * 3 + 1)])
 def test_text_without_a_full_stop_is_cut_and_counted(blob: str) -> None:
     pieces, cut = split_sentences(blob, "en")
-    assert cut == len(pieces) - 1 >= 3 and max(map(len, pieces)) <= LONGEST
+    assert cut == len(pieces) - 1 >= 3 and max(map(len, pieces)) <= LONGEST_SENTENCE
     assert (" " if " " in blob else "").join(pieces) == blob.strip()
-    assert all(len(piece) > LONGEST - 10 for piece in pieces[:-1])
+    assert all(len(piece) > LONGEST_SENTENCE - 10 for piece in pieces[:-1])
 
 
 PARTS = st.sampled_from(
@@ -65,5 +68,5 @@ def test_nothing_is_lost(parts: list[str], language: str) -> None:
     text = "".join(parts)
     pieces, cut = split_sentences(text, language)
     assert "".join("".join(pieces).split()) == "".join(text.split())
-    assert all(piece == piece.strip() and 0 < len(piece) <= LONGEST for piece in pieces)
-    assert cut <= len(text) // (LONGEST - 1000)
+    assert all(piece == piece.strip() and 0 < len(piece) <= LONGEST_SENTENCE for piece in pieces)
+    assert cut <= len(text) // (LONGEST_SENTENCE - 1000)

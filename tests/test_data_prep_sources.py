@@ -231,7 +231,7 @@ def test_which_format_a_name_says(name: str, form: str, found: str | None) -> No
         ("z.json", '\n{"text": "a",\n"id": 1}', "write one record per line, or move it out of the input"),
     ],
 )
-def test_json_that_holds_no_lines_is_told_before_the_work(
+def test_json_that_holds_no_lines_is_reported_before_the_work(
     tmp_path: Path, tokenizer: Path, name: str, content: str | bytes, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "in", {"a.txt": TEXT, name: content})
@@ -377,7 +377,7 @@ def test_an_article_that_was_cut_is_named(
         ("crawl.jsonl", json.dumps({"text": "<!DOCTYPE html>\n<html><p>a b"}) + "\n" + RECORDS, 1),
     ],
 )
-def test_markup_that_is_learnt_is_told(
+def test_markup_that_is_learnt_is_reported(
     tmp_path: Path, tokenizer: Path, name: str, text: str, lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "in", {"a.txt": "a < b\n<3 c\n\n" + TEXT, name: text})

@@ -13,7 +13,7 @@ from corpora import SPECIAL_IDS, contents, write_tokenizer
 
 from data_prep.__main__ import main
 from data_prep.errors import DataError
-from data_prep.tokenizer import MODEL, SPECIALS, load_tokenizer
+from data_prep.tokenizer import SPECIALS, WORDPIECE_MODEL, load_tokenizer
 from data_prep.vocab import learn_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -110,19 +110,19 @@ def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(
         ({"tokenizer.json": b"{}"}, "is not a tokenizer"),
         ({"tokenizer.json": b'{"model": 1}'}, "is not a tokenizer"),
         (
-            {"tokenizer.json": b'{"model": ' + json.dumps(MODEL).encode() + b"}"},
+            {"tokenizer.json": b'{"model": ' + json.dumps(WORDPIECE_MODEL).encode() + b"}"},
             "type BertNormalizer, BERT's own, found None",
         ),
         (
-            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": {"type": "Sequence"}}).encode()},
+            {"tokenizer.json": json.dumps({"model": WORDPIECE_MODEL, "normalizer": {"type": "Sequence"}}).encode()},
             "type BertNormalizer, BERT's own, found Sequence",
         ),
         (
-            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": []}).encode()},
+            {"tokenizer.json": json.dumps({"model": WORDPIECE_MODEL, "normalizer": []}).encode()},
             "type BertNormalizer, BERT's own, found None",
         ),
         (
-            {"tokenizer.json": json.dumps({"model": MODEL | {"unk_token": "<unk>"}}).encode()},
+            {"tokenizer.json": json.dumps({"model": WORDPIECE_MODEL | {"unk_token": "<unk>"}}).encode()},
             "unk_token [UNK], found <unk>",
         ),
         ({"vocab.txt": b"[PAD]", "tokenizer_config.json": b'{"do_lower_case": "yes"}'}, "a wrong setting"),
@@ -130,13 +130,13 @@ def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(
         ({"vocab.txt": b"", "tokenizer_config.json": b"["}, "not JSON"),
         ({"tokenizer.json": bytes(range(255, 0, -1))}, "tokenizer.json: not JSON"),
         (
-            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": "BertNormalizer"}).encode()},
+            {"tokenizer.json": json.dumps({"model": WORDPIECE_MODEL, "normalizer": "BertNormalizer"}).encode()},
             "wanted a normalizer of type BertNormalizer",
         ),
         (
             {
                 "tokenizer.json": json.dumps(
-                    {"model": MODEL | {"vocab": [1]}, "normalizer": {"type": "BertNormalizer"}}
+                    {"model": WORDPIECE_MODEL | {"vocab": [1]}, "normalizer": {"type": "BertNormalizer"}}
                     | {"pre_tokenizer": {"type": "BertPreTokenizer"}}
                 ).encode()
             },
@@ -146,11 +146,11 @@ def test_a_published_tokenizer_is_used_as_it_is_until_a_build_adds_its_cleaning(
         ({"tokenizer.json": b'{"model": ' * 100_000}, "not JSON (nested more than 64 levels deep)"),
         ({"tokenizer.json": b'{"model": ' + b"9" * 5000 + b"}"}, "not JSON"),
         (
-            {"tokenizer.json": json.dumps({"model": MODEL, "normalizer": [1]}).encode()},
+            {"tokenizer.json": json.dumps({"model": WORDPIECE_MODEL, "normalizer": [1]}).encode()},
             "wanted a normalizer of type BertNormalizer, BERT's own, found None",
         ),
         (
-            {"tokenizer.json": json.dumps({"model": MODEL | {"type": "x" * 10_000}}).encode()},
+            {"tokenizer.json": json.dumps({"model": WORDPIECE_MODEL | {"type": "x" * 10_000}}).encode()},
             "wanted a model of type WordPiece, found xxxx",
         ),
     ],

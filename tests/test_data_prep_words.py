@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from data_prep import words as words_module
 from data_prep.cleaning import clean
-from data_prep.marks import count_marks
+from data_prep.combining_marks import count_marks
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.vocab import learn_tokenizer
 from data_prep.words import WordCache
@@ -44,7 +44,7 @@ def test_ids_are_the_tokenizers_own(tokenizer: Tokenizer, sentences: list[str]) 
         assert encoded.ids.dtype == U2 and encoded.continues.shape == encoded.ids.shape
 
 
-def test_a_full_cache_starts_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_starts_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = WordCache(tokenizer, U2, given_words=False)
     whole = [cache.encode([text]).ids.tolist() for text in TEXT]
     monkeypatch.setattr(words_module, "MOST_CHARACTERS", 20)

@@ -221,11 +221,11 @@ def test_ranks_work_as_processes_do(size: int, processes: int) -> None:
     code, out, errors = finish(start_ranks(size, "square"))
     assert (code, errors) == (0, [])
     [line] = out.splitlines()  # from one rank alone
-    told = json.loads(line)
-    assert [square for square, _, _ in told["results"]] == [number**2 for number in range(TASKS)]
-    pids = {pid for _, pid, _ in told["results"]}
-    assert len(pids) <= processes and told["coordinator"] not in pids
-    assert {threads for _, _, threads in told["results"]} == {"false"}
+    record = json.loads(line)
+    assert [square for square, _, _ in record["results"]] == [number**2 for number in range(TASKS)]
+    pids = {pid for _, pid, _ in record["results"]}
+    assert len(pids) <= processes and record["coordinator"] not in pids
+    assert {threads for _, _, threads in record["results"]} == {"false"}
 
 
 @needs_mpi
@@ -339,11 +339,11 @@ def test_a_terminal_has_one_line_that_never_wraps(columns: int) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     subprocess.run([sys.executable, "-c", code], env=environment(), stderr=slave, check=True, timeout=PATIENCE)
-    told = ""
+    output = ""
     while select.select([master], [], [], 0)[0]:
-        told += os.read(master, 65536).decode()
+        output += os.read(master, 65536).decode()
     os.close(master)
     os.close(slave)
-    assert told.endswith("\n") and told.count("\n") == 1 and told.count("\r") == 31
-    assert all(len(line) == columns - 1 for line in told.rstrip("\r\n").split("\r"))
-    assert ("a second" in told) == (columns == 200)
+    assert output.endswith("\n") and output.count("\n") == 1 and output.count("\r") == 31
+    assert all(len(line) == columns - 1 for line in output.rstrip("\r\n").split("\r"))
+    assert ("a second" in output) == (columns == 200)

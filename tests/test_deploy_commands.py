@@ -51,7 +51,7 @@ def test_a_file_that_is_not_there_takes_one_line(
 
 def test_the_launchers_options_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        launch.Parser().parse_args(["--node", "1"])
+        launch.LaunchParser().parse_args(["--node", "1"])
     assert capsys.readouterr().err == "lambert: error: unrecognized arguments: --node 1\n"
 
 

@@ -23,14 +23,14 @@ def make_wheel(folder: Path, file: str, *needs: str) -> Path:
     """A wheel with one module of its package's name, and what it needs."""
     name, version = file.split("-")[:2]
     folder.mkdir(exist_ok=True)
-    told = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(
         f"Requires-Dist: {n}\n" for n in needs
     )
-    told += "".join(f"Provides-Extra: {extra}\n" for extra in re.findall(r'extra == "(\w+)"', told))
+    metadata += "".join(f"Provides-Extra: {extra}\n" for extra in re.findall(r'extra == "(\w+)"', metadata))
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / file, "w") as archive:
         archive.writestr(f"{name}.py", f"version = {version!r}\n")
-        archive.writestr(f"{info}/METADATA", told)
+        archive.writestr(f"{info}/METADATA", metadata)
         archive.writestr(
             f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {file[:-4].split('-', 2)[2]}\n"
         )
@@ -40,7 +40,7 @@ def make_wheel(folder: Path, file: str, *needs: str) -> Path:
 
 def collect(folder: Path, *arguments: str, index: Path) -> subprocess.CompletedProcess[str]:
     """The command, with a folder for an index and no other."""
-    told = {
+    environ = {
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(index),
@@ -48,7 +48,7 @@ def collect(folder: Path, *arguments: str, index: Path) -> subprocess.CompletedP
     }
     begin = [sys.executable, "-m", "deploy.wheels", "--platform", "manylinux_2_28_x86_64", "--lock", "lock.txt"]
     command = [*begin, "--out", "wheels", *arguments]
-    return subprocess.run(command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=os.environ | environ, capture_output=True, text=True, timeout=300)
 
 
 def test_a_wheel_for_an_older_glibc_or_any_machine_fits_and_no_other(tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ def test_an_image_runs_as_a_user_and_writes_to_volumes_only(file: str, target: s
     made = stage(file, target)
     assert [rest for keyword, rest in made if keyword == "USER"] == ["10001:10001"]
     (volumes,) = (json.loads(rest) for keyword, rest in made if keyword == "VOLUME")
-    told = dict(
+    environ = dict(
         word.split("=", 1) for keyword, rest in made if keyword == "ENV" for word in rest.split() if "=" in word
     )
     for name in PLACES:
-        assert any(told[name] == volume or told[name].startswith(volume + "/") for volume in volumes), name
-    assert told["PYTHONDONTWRITEBYTECODE"] == "1" and told["PYTHONPATH"] == "/app"
+        assert any(environ[name] == volume or environ[name].startswith(volume + "/") for volume in volumes), name
+    assert environ["PYTHONDONTWRITEBYTECODE"] == "1" and environ["PYTHONPATH"] == "/app"
     # where a configuration of ours writes, by a link
     folder = yaml.safe_load((ROOT / "deploy/configs/demo.yaml").read_text())["run"]["folder"]
     assert folder.startswith("runs/") and "/runs" in volumes

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
 from data_prep.shards import shard_name, tar_path
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow
 

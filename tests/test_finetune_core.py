@@ -17,11 +17,11 @@ from finetune_inputs import TINY, bert_folder, write_classes
 from trainer.data.order import Order
 from trainer.exits import DONE, REFUSED, STOPPED
 from trainer.finetune.data import Cut, read_training, take
+from trainer.finetune.pretrained import needed_weights, read_pretrained
 from trainer.finetune.save import write_model
-from trainer.finetune.start import choose, read_pretrained
 from trainer.finetune.task import TaskModel
 from trainer.finetune.tasks import Wish, known
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +48,8 @@ def test_a_tiny_model_learns_and_its_best_evaluation_is_kept(whole: dict[int, Pa
     assert list(evaluations) == [6, 12, 18, 24, 30]
     best = max(evaluations, key=lambda step: evaluations[step])  # the first of equals
     assert (found["step"], found["figures"]["accuracy"]) == (best, evaluations[best])
-    told = losses(whole[1])
-    assert told[30] < 0.75 * told[3]
+    by_step = losses(whole[1])
+    assert by_step[30] < 0.75 * by_step[3]
     left = {path.name for path in run_folder(whole[1]).iterdir()}
     assert left == {"metrics.jsonl", "result.json", "weights.safetensors"}
 
@@ -103,10 +103,10 @@ def test_a_stop_saves_and_the_same_command_goes_on(inputs: Inputs, whole: dict[i
     assert [code for code, _ in stopped] == [STOPPED] * 2
     assert "stopped and saved: run the same command to continue" in stopped[0][1]
     assert (run_folder(out) / "step-00000020").is_dir()  # ranks agree every 10 steps
-    told: list[str] = []
-    given = read_pretrained(run_folder(out), inputs.model, told.append)  # a run's folder can be started from
-    choose(given, known("sst2").make(Wish(inputs.data / "train.tsv"), told.append), told.append)
-    assert given.model == TINY and told == ["not used from the model: another head"]
+    reported: list[str] = []
+    given = read_pretrained(run_folder(out), inputs.model, reported.append)  # a run's folder can be started from
+    needed_weights(given, known("sst2").make(Wish(inputs.data / "train.tsv"), reported.append), reported.append)
+    assert given.model == TINY and reported == ["not used from the model: another head"]
     ended = finetune(inputs, out, "--head", "mlp", size=2)
     assert [code for code, _ in ended] == [DONE] * 2 and "resumed at step 20" in ended[0][1]
     assert result(out)["evaluations"] == result(whole[2])["evaluations"]
@@ -124,13 +124,13 @@ def test_its_steps_are_those_of_transformers_and_pytorchs_adamw(
     plain = replace(inputs, model=bert_folder(tmp_path, bare))
     more = ("--rates", "2e-3", "--epochs", "2", "--clip", "1")
     finetune(plain, tmp_path / "out", *more, aim=f"{signal.SIGKILL}:12")  # the rest is not needed here
-    [journal] = (tmp_path / "out").glob("rate-*/metrics.jsonl")
-    ours = [line for line in read_lines(journal) if line["event"] == "step"]
+    [log] = (tmp_path / "out").glob("rate-*/metrics.jsonl")
+    ours = [line for line in read_lines(log) if line["event"] == "step"]
 
     task = known("sst2").make(Wish(inputs.data / "train.tsv"), lambda text: None)
     given = read_pretrained(plain.model, None, lambda text: None)
     start = TaskModel(bare, task, seed=1)
-    start.load_state_dict(choose(given, task, lambda text: None), strict=False)
+    start.load_state_dict(needed_weights(given, task, lambda text: None), strict=False)
     write_model(tmp_path / "start", start.state_dict(), bare, task, given.tokenizer, lambda text: None)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "start", local_files_only=True).train()
     groups = {True: list[torch.nn.Parameter](), False: list[torch.nn.Parameter]()}
@@ -273,8 +273,8 @@ def test_nothing_of_a_users_is_written_over(inputs: Inputs, tmp_path: Path) -> N
         (tmp_path / "out", ["--predict", str(note)], f"--predict {note} already exists: name another file"),
         (note, [], f"--out {note} is a file: name a folder"),
     ):
-        [(code, told)] = finetune(inputs, out, *more)
-        assert code == REFUSED and said in told and "step" not in told, told
+        [(code, output)] = finetune(inputs, out, *more)
+        assert code == REFUSED and said in output and "step" not in output, output
     assert note.read_text() == "mine" and [path.name for path in mine.iterdir()] == ["model"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetune_command import finetune, make_inputs, result, told, weights
+from finetune_command import finetune, logged, make_inputs, result, weights
 
 from trainer.engine.schedule import Phase, learning_rate
 from trainer.exits import DONE, STOPPED
@@ -37,10 +37,10 @@ def test_stopped_in_fp16_equals_never_stopped(tmp_path: Path) -> None:
     ours, theirs = result(tmp_path / "out"), result(tmp_path / "straight")
     assert theirs["steps"] == 30 - 4  # what the schedule counts
     phase = Phase("sst2", "", 24, 30, 1e-2, warmup_steps=3)
-    assert told(tmp_path / "straight", "rate")[30] == pytest.approx(learning_rate(phase, 26))
+    assert logged(tmp_path / "straight", "rate")[30] == pytest.approx(learning_rate(phase, 26))
     assert all(ours[name] == theirs[name] for name in ("evaluations", "step", "steps"))
     for what in ("rate", "loss"):
-        later = {step: value for step, value in told(tmp_path / "out", what).items() if step > 12}  # whole windows
-        assert later.items() <= told(tmp_path / "straight", what).items()
+        later = {step: value for step, value in logged(tmp_path / "out", what).items() if step > 12}  # whole windows
+        assert later.items() <= logged(tmp_path / "straight", what).items()
     kept = weights(tmp_path / "straight")
     assert all(torch.equal(tensor, kept[name]) for name, tensor in weights(tmp_path / "out").items())

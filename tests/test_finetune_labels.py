@@ -16,10 +16,10 @@ from ranks import finish, fork
 from trainer.errors import TrainerError
 from trainer.exits import DONE, REFUSED
 from trainer.finetune.__main__ import make_job
-from trainer.finetune.answer import AnswerTask
-from trainer.finetune.classify import Columns
+from trainer.finetune.classification import Columns
 from trainer.finetune.labels import NONE, says_nothing
 from trainer.finetune.options import parse
+from trainer.finetune.question_answering import AnswerTask
 from trainer.finetune.task import Task
 from trainer.finetune.tasks import Wish, known
 
@@ -36,8 +36,8 @@ def texts(labels: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def made(path: Path, name: str = "sentence", *no_label: str, told: list[str] | None = None, **wish: Any) -> Task:
-    heard = list[str]() if told is None else told
+def made(path: Path, name: str = "sentence", *no_label: str, reported: list[str] | None = None, **wish: Any) -> Task:
+    heard = list[str]() if reported is None else reported
     return known(name).make(Wish(path, no_label=no_label, **wish), heard.append)
 
 
@@ -72,15 +72,15 @@ def test_published_tasks_and_numbers_know_it_too(tmp_path: Path) -> None:
     assert task.classes(task.read(path)) == {"numbers": 2, "lowest": 0.25, "highest": 2.5, NONE: 1}
 
 
-def test_columns_that_were_chosen_among_several_are_told(tmp_path: Path) -> None:
+def test_columns_that_were_chosen_among_several_are_reported(tmp_path: Path) -> None:
     row = {"sentence1": "a", "sentence2": "b", "sentence": "c"}
-    path, told = lines(tmp_path / "train.jsonl", [row | {"label": label} for label in (0, 1)]), list[str]()
-    task = made(path, told=told)
+    path, reported = lines(tmp_path / "train.jsonl", [row | {"label": label} for label in (0, 1)]), list[str]()
+    task = made(path, reported=reported)
     assert [record.first for record in task.read(path)] == ["a", "a"]
     said = "using columns sentence1, sentence2, label, not sentence, label: choose others with --text-columns"
-    assert len(told) == 1 and said in told[0]
-    made(path, told=told, columns=Columns(("sentence",), "label")).read(path)
-    assert len(told) == 1
+    assert len(reported) == 1 and said in reported[0]
+    made(path, reported=reported, columns=Columns(("sentence",), "label")).read(path)
+    assert len(reported) == 1
 
 
 # ---- tags, choices and questions -------------------------------------------------------------------------------
@@ -101,8 +101,8 @@ def test_words_without_a_tag_are_neither_learnt_nor_scored(tmp_path: Path) -> No
     units = [unit for record in records for unit in task.units(record, tokenizer, 9, training=False)]
     assert [len(unit[0].places) for unit in units] == [3, 2, 3] and list(map(task.count, units)) == [2, 0, 3]
     right = [eye(3, dtype=float32)[rows] for rows in ([1, 2, 0], [0, 0], [0, 1, 2])]  # b is said to be I-X
-    figures = task.score(records, units, right)
-    assert figures["accuracy"] == figures["f1"] == 1.0 and task.score(records[1:], units[1:], right[1:])["f1"] == 1.0
+    metrics = task.score(records, units, right)
+    assert metrics["accuracy"] == metrics["f1"] == 1.0 and task.score(records[1:], units[1:], right[1:])["f1"] == 1.0
     assert task.predictions(records, units, right)[0]["ner_tags"] == ["B-X", "I-X", "O"]  # said, though nobody knows
 
 
@@ -158,11 +158,11 @@ def words(folder: Path, out: Path, *more: str) -> list[str]:
 
 
 def test_classes_are_named_at_the_start_and_a_file_of_one_alone_is_a_warning(folder: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    make_job(parse(words(folder, tmp_path)), told.append)
-    assert f"classes in {folder}/train.jsonl: -1 (8), 0 (8), 1 (8), 2 (8)" in told
+    reported: list[str] = []
+    make_job(parse(words(folder, tmp_path)), reported.append)
+    assert f"classes in {folder}/train.jsonl: -1 (8), 0 (8), 1 (8), 2 (8)" in reported
     warning = f"every label in {folder}/test.jsonl is -1: if it means no label, pass --no-label -1"
-    assert [line for line in told if line.startswith("warning")] == [f"warning: {warning}"]
+    assert [line for line in reported if line.startswith("warning")] == [f"warning: {warning}"]
 
 
 def test_a_test_file_without_labels_is_predicted_and_not_scored(folder: Path, tmp_path: Path) -> None:

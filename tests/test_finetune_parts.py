@@ -26,13 +26,13 @@ from trainer.data.order import Order
 from trainer.errors import TrainerError
 from trainer.finetune import save
 from trainer.finetune.__main__ import make_job
-from trainer.finetune.data import Table, cut_of, take
+from trainer.finetune.data import UnitTable, cut_of, take
 from trainer.finetune.options import Options, Setting, parse
 from trainer.finetune.predict import write_predictions
-from trainer.finetune.report import table
-from trainer.finetune.result import Result, Row, read_json, summarise, write_json
-from trainer.finetune.start import choose, read_pretrained
+from trainer.finetune.pretrained import needed_weights, read_pretrained
+from trainer.finetune.result import RunResult, SettingSummary, read_json, summarise, write_json
 from trainer.finetune.sweep import choose as choose_run
+from trainer.finetune.sweep_report import table
 from trainer.finetune.task import Example, TaskBatch, TaskModel, Unit, collate
 from trainer.model.bert import SITES, Bert, pool
 
@@ -113,13 +113,13 @@ def same(ours: TaskBatch, theirs: TaskBatch) -> None:
 @pytest.mark.parametrize("rows", [[0], [4, 1], [2, 2, 22], list(range(23))])
 def test_batches_of_a_table_are_those_of_collate(rows: list[int]) -> None:
     samples = [100 + 7 * place for place in range(len(rows))]
-    made = Table(UNITS, TAGS).batch(np.array(rows), np.array(samples))
+    made = UnitTable(UNITS, TAGS).batch(np.array(rows), np.array(samples))
     same(made, collate([UNITS[row] for row in rows], samples, torch.int64))
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch", "batch"), [(1, None, 8), (2, 3, 8), (5, None, 3), (3, 1, 7)])
 def test_each_unit_is_read_once_an_epoch_however_it_is_cut(ranks: int, micro_batch: int | None, batch: int) -> None:
-    made, order, read, position = Table(UNITS, TAGS), Order((23,), 7, 1), list[int](), 0
+    made, order, read, position = UnitTable(UNITS, TAGS), Order((23,), 7, 1), list[int](), 0
     while position < 2 * 23:
         count = min(batch, 2 * 23 - position)
         cuts = [cut_of(batch, micro_batch, rank, ranks) for rank in range(ranks)]
@@ -137,7 +137,7 @@ def test_each_unit_is_read_once_an_epoch_however_it_is_cut(ranks: int, micro_bat
 
 
 def test_a_batch_without_weight_adds_nothing() -> None:
-    model, made = TaskModel(TINY, TAGS, 0), Table(UNITS, TAGS)
+    model, made = TaskModel(TINY, TAGS, 0), UnitTable(UNITS, TAGS)
     loss = model(made.batch(np.array([1]), np.array([0]), 0.0)).loss
     loss.backward()
     assert loss == 0 and not any(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -146,7 +146,10 @@ def test_a_batch_without_weight_adds_nothing() -> None:
 @pytest.mark.parametrize("task", [*KINDS, replace(KINDS[0], hidden_head=True)], ids=lambda task: task.export_class)
 def test_dropout_stands_before_the_head_and_behind_its_hidden_layer(task: Toy) -> None:
     """Each dropout has its own site, keyed by the token that is read; a task may also turn the first one off."""
-    model, batch = TaskModel(replace(TINY, dropout=0.5), task, 0), Table(UNITS, task).batch(np.arange(9), np.arange(9))
+    model, batch = (
+        TaskModel(replace(TINY, dropout=0.5), task, 0),
+        UnitTable(UNITS, task).batch(np.arange(9), np.arange(9)),
+    )
     keys, site = dropout.token_keys(1, 2, batch.samples, batch.positions, batch.cu_seqlens), SITES * (TINY.layers + 1)
     x, at = model.encode(batch, keys), batch.cu_seqlens[:-1].long() if task.pooled else batch.places
     rows = pool(x, batch, model.pooler_weight, model.pooler_bias) if task.pooled else x[at]
@@ -171,18 +174,18 @@ def options(model: Path, data: Path, *more: str) -> Options:
     return parse(["--task", "sst2", "--model", str(model), "--data", str(data), "--out", str(data), *more])
 
 
-def test_a_missing_pooler_is_told_and_drawn_from_the_seed(tmp_path: Path) -> None:
-    told: list[str] = []
-    given = read_pretrained(bert_folder(tmp_path, pooler=False), None, told.append)
-    start = choose(given, CLASSES, told.append)
-    assert told == [
+def test_a_missing_pooler_is_reported_and_drawn_from_the_seed(tmp_path: Path) -> None:
+    reported: list[str] = []
+    given = read_pretrained(bert_folder(tmp_path, pooler=False), None, reported.append)
+    start = needed_weights(given, CLASSES, reported.append)
+    assert reported == [
         "the model has no pooler: it is drawn from the seed, like the head",
         "not used from the model: MLM head, NSP head",
     ]
     assert "pooler_weight" not in start and torch.equal(start["token_table"], given.weights["token_table"])
-    told.clear()
-    choose(given, TAGS, told.append)  # which has no use for one
-    assert told == ["not used from the model: MLM head, NSP head"]
+    reported.clear()
+    needed_weights(given, TAGS, reported.append)  # which has no use for one
+    assert reported == ["not used from the model: MLM head, NSP head"]
 
 
 def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
@@ -196,11 +199,11 @@ def test_an_encoder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     plain_weights.write(lacking, TINY, tmp_path / "lacking.safetensors")
     given = read_pretrained(tmp_path / "lacking.safetensors", made, refuse)
     with pytest.raises(TrainerError, match="--model lacks 12 tensors of the encoder, layers.1.qkv_weight first"):
-        choose(given, CLASSES, refuse)
+        needed_weights(given, CLASSES, refuse)
     plain_weights.write(Bert(TINY).state_dict(), replace(TINY, max_positions=41), tmp_path / "longer.safetensors")
     given = read_pretrained(tmp_path / "longer.safetensors", made, refuse)
     with pytest.raises(TrainerError, match=r"position_table of \(40, 32\), its configuration says \(41, 32\)"):
-        choose(given, CLASSES, refuse)
+        needed_weights(given, CLASSES, refuse)
 
 
 def test_plain_weights_are_taken_as_they_are_with_a_tokenizer_that_is_named(tmp_path: Path) -> None:
@@ -287,12 +290,12 @@ def test_numbers_have_a_highest_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", KINDS, ids=lambda task: f"{task.export_class}-{task.outputs}")
 def test_an_exported_model_is_the_trained_one(task: Toy, layer_norm: Any, tmp_path: Path) -> None:
     model = replace(TINY, layer_norm=layer_norm)
-    own, told = TaskModel(model, task, 3).state_dict(), list[str]()
+    own, reported = TaskModel(model, task, 3).state_dict(), list[str]()
     generator = torch.Generator().manual_seed(1)
     own = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in own.items()}
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
-    save.write_model(tmp_path / "model", own, model, task, tokenizer, told.append)  # proven inside
-    assert "whose answers in transformers differ from ours by at most" in told[0]
+    save.write_model(tmp_path / "model", own, model, task, tokenizer, reported.append)  # proven inside
+    assert "whose answers in transformers differ from ours by at most" in reported[0]
     found = json.loads((tmp_path / "model" / "config.json").read_text())
     assert found["architectures"] == [class_name(task.export_class, model)]
     if task.labels:
@@ -307,12 +310,12 @@ def test_an_exported_model_is_the_trained_one(task: Toy, layer_norm: Any, tmp_pa
         assert left == []
 
 
-def test_a_hidden_head_is_kept_under_lamberts_names_and_told(tmp_path: Path) -> None:
-    task, told = Toy("BertForSequenceClassification", 2, True, ("no", "yes"), hidden_head=True), list[str]()
+def test_a_hidden_head_is_kept_under_lamberts_names_and_reported(tmp_path: Path) -> None:
+    task, reported = Toy("BertForSequenceClassification", 2, True, ("no", "yes"), hidden_head=True), list[str]()
     own = TaskModel(TINY, task, 3).state_dict()
     tokenizer = load_tokenizer(tokenizer_folder(tmp_path / "tokenizer"))
-    save.write_model(tmp_path / "model", own, TINY, task, tokenizer, told.append)
-    assert "transformers has no class for this head" in told[0]
+    save.write_model(tmp_path / "model", own, TINY, task, tokenizer, reported.append)
+    assert "transformers has no class for this head" in reported[0]
     found = plain_weights.read(tmp_path / "model" / "weights.safetensors", refuse)
     assert found.model == TINY and all(torch.equal(found.tensors[name], tensor) for name, tensor in own.items())
 
@@ -320,16 +323,16 @@ def test_a_hidden_head_is_kept_under_lamberts_names_and_told(tmp_path: Path) -> 
 # ---- what a sweep comes to -------------------------------------------------------------------------------------
 
 
-def result(rate: float, seed: int, value: float | None, how: str = "done") -> Result:
+def result(rate: float, seed: int, value: float | None, how: str = "done") -> RunResult:
     figures = {} if value is None else {"f1": value}
-    return Result(how, seed, {"rate": rate, "batch": 16, "epochs": 3.0}, figures, 1, 2, 1.0, 1.0, ())
+    return RunResult(how, seed, {"rate": rate, "batch": 16, "epochs": 3.0}, figures, 1, 2, 1.0, 1.0, ())
 
 
 def test_the_best_median_is_chosen_and_its_best_run() -> None:
     results = [result(1e-5, 1, 0.7), result(1e-5, 2, 0.8), result(1e-5, 3, 0.9)]
     results += [result(5e-5, 1, 0.99), result(5e-5, 2, 0.5, "degenerate"), result(5e-5, 3, None, "diverged")]
     rows = summarise(results, "f1")
-    assert rows[0] == Row(Setting(1e-5, 16, 3.0), (0.7, 0.8, 0.9), 0.8, rows[0].spread, 0.9, 0, 0)
+    assert rows[0] == SettingSummary(Setting(1e-5, 16, 3.0), (0.7, 0.8, 0.9), 0.8, rows[0].spread, 0.9, 0, 0)
     assert rows[0].spread == pytest.approx(0.1)
     assert (rows[1].median, rows[1].best, rows[1].diverged, rows[1].constant) == (0.5, 0.99, 1, 1)
     assert choose_run(rows, results, "f1") == results[2]

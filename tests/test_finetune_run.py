@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from finetune_command import MINUS_KILL, Inputs, finetune, make_inputs, result, run_folder, told
+from finetune_command import MINUS_KILL, Inputs, finetune, logged, make_inputs, result, run_folder
 from finetune_inputs import TINY, write_classes
 from test_trainer_run import change_record
 
@@ -22,7 +22,7 @@ from trainer.exits import DONE, REFUSED, STOPPED
 from trainer.finetune.__main__ import make_job
 from trainer.finetune.data import Cut, read_training, take
 from trainer.finetune.options import Options, parse
-from trainer.finetune.start import choose, read_pretrained
+from trainer.finetune.pretrained import needed_weights, read_pretrained
 from trainer.finetune.task import TaskModel
 from trainer.finetune.tasks import Wish, known
 from trainer.run.lock import hold
@@ -100,11 +100,11 @@ def test_a_result_of_another_rate_is_not_taken_for_this_ones(short: Short, input
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_seed_decides_the_head_the_order_and_the_dropout(seed: int, short: Short, inputs: Inputs) -> None:
     """The first two losses are those of a model, batches and dropout that are made of the seed here."""
-    losses = told(short.out, "loss", seed, rate=1e-9, epochs=1.0)
+    losses = logged(short.out, "loss", seed, rate=1e-9, epochs=1.0)
     task = known("sst2").make(Wish(inputs.data / "train.tsv"), lambda text: None)
     given = read_pretrained(inputs.model, None, lambda text: None)
     model = TaskModel(TINY, task, seed)
-    model.load_state_dict(choose(given, task, lambda text: None), strict=False)
+    model.load_state_dict(needed_weights(given, task, lambda text: None), strict=False)
     table = read_training(inputs.data / "train.tsv", task, given.tokenizer.encoder, 24)
     for step in range(2):
         [batch], counts = take(table, Order((96,), seed, 1), 16 * step, 16, Cut(1, 0, 1))
@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_twice_keeps_its_best_its_patience_and_its_first_l
     [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGTERM}:1")
     assert code == STOPPED and "resumed at step 10" in said, said
     first = checkpoint.read(folder / "step-00000020").record["state"]["first_loss"]  # what divergence is measured by
-    assert first == told(tmp_path, "loss", rate=1e-9)[1]
+    assert first == logged(tmp_path, "loss", rate=1e-9)[1]
     [(code, said)] = finetune(inputs, tmp_path, *more)
     assert code == DONE and "resumed at step 20" in said, said
     found = result(tmp_path, rate=1e-9)
@@ -171,7 +171,7 @@ def test_a_run_saves_and_warms_up_as_it_is_told_and_says_which_checkpoints_it_pa
     more = ("--save-every", "1", "--warmup", "0.5")
     [(code, said)] = finetune(inputs, tmp_path, *more, aim=f"{signal.SIGKILL}:6")
     assert code == MINUS_KILL, said
-    assert told(tmp_path, "rate")[3] == pytest.approx(1e-2 * 3 / 15)  # of 30 steps
+    assert logged(tmp_path, "rate")[3] == pytest.approx(1e-2 * 3 / 15)  # of 30 steps
     folder = run_folder(tmp_path)
     newest = max(checkpoint.named(folder))
     (newest / "checkpoint.json").write_text("{")

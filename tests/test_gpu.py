@@ -104,11 +104,11 @@ def test_a_scale_that_grows_leaves_the_steps_as_they_are(tmp_path: Path, stage: 
 
 @STAGES
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, stage: int) -> None:
-    told = steps(tmp_path, gpus(), stage, 2, device="cuda", precision="fp16", scale="1024", poison="0:1")
-    assert told["applied"] == [True, False, True, True] and told["steps"] == 3
-    assert told["scales"] == [1024, 1024, 512, 512]
-    assert told["norms"][1] == float("inf") and max(told["norms"][2:]) < 100
-    assert told["heldout"][1] == told["heldout"][0] != told["heldout"][2]  # no weight has moved
+    record = steps(tmp_path, gpus(), stage, 2, device="cuda", precision="fp16", scale="1024", poison="0:1")
+    assert record["applied"] == [True, False, True, True] and record["steps"] == 3
+    assert record["scales"] == [1024, 1024, 512, 512]
+    assert record["norms"][1] == float("inf") and max(record["norms"][2:]) < 100
+    assert record["heldout"][1] == record["heldout"][0] != record["heldout"][2]  # no weight has moved
 
 
 @pytest.fixture(scope="module")

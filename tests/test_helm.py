@@ -24,8 +24,8 @@ from programs import program
 from ranks import ROOT
 
 from data_prep.__main__ import _parser
-from deploy.launch import Parser, split
-from deploy.node import SETTINGS
+from deploy.launch import LaunchParser, split
+from deploy.node import NODE_OPTIONS
 from trainer.exits import REFUSED, STOPPED
 from trainer.run.config import Config, load
 
@@ -165,7 +165,7 @@ def test_a_pod_has_just_the_environment_that_the_launcher_reads(name: str) -> No
     places = {"HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "MPLCONFIGDIR"}
     for place in places:
         assert re.search(rf"^(?:ENV|   ) {place}={re.escape(given[place])}(?: \\)?$", dockerfile, re.MULTILINE), place
-    own = {variable for variable, _ in SETTINGS.values()} if name != "trainjob" else set()  # Trainer sets them
+    own = {variable for variable, _ in NODE_OPTIONS.values()} if name != "trainjob" else set()  # Trainer sets them
     assert given.keys() == own | places | values.get("env", {}).keys()
     if own:
         assert given["PET_NNODES"] == str(values["nodes"]) and given["PET_NPROC_PER_NODE"] == "8"
@@ -193,7 +193,7 @@ def test_the_launcher_takes_its_command_line(name: str) -> None:
     [container] = spec["containers"]
     assert container["command"] == ["python", "-m", "deploy.launch"]
     own, rest = split(container["args"])
-    assert 0 < Parser().parse_args(own).grace_seconds < spec["terminationGracePeriodSeconds"]
+    assert 0 < LaunchParser().parse_args(own).grace_seconds < spec["terminationGracePeriodSeconds"]
     assert rest == ["--config", "/etc/lambert/run.yaml"]
 
 

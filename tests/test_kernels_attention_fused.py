@@ -19,18 +19,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALVES = [torch.float16, torch.bfloat16]
 
 
-class Run(NamedTuple):
+class Outcome(NamedTuple):
     out: Tensor
     gradient: Tensor
 
 
-def run(choice: str, qkv: Tensor, towards: Tensor, lengths: list[int], p: float) -> Run:
+def run(choice: str, qkv: Tensor, towards: Tensor, lengths: list[int], p: float) -> Outcome:
     qkv = qkv.to(DEVICE, copy=True).requires_grad_()
     cu_seqlens, keys = cumulative(lengths).to(DEVICE), keys_of(lengths).to(DEVICE)
     with backend.using(choice):
         out = attention(qkv, cu_seqlens, max(lengths), dropout_p=p, keys=keys, site=3)
     (gradient,) = torch.autograd.grad(out, qkv, towards.to(DEVICE))
-    return Run(out.detach(), gradient)
+    return Outcome(out.detach(), gradient)
 
 
 def compare(lengths: list[int], heads: int, size: int, dtype: torch.dtype, p: float) -> None:
@@ -38,7 +38,7 @@ def compare(lengths: list[int], heads: int, size: int, dtype: torch.dtype, p: fl
     towards = draw(lengths, heads, size)[:, 0].flip(0).to(dtype)
     ours, same = (run(choice, qkv, towards, lengths, p) for choice in ("triton", "torch"))
     exact = run("torch", qkv.double(), towards.double(), lengths, p)
-    for name in Run._fields:
+    for name in Outcome._fields:
         assert_errs_at_most_twice(getattr(ours, name), getattr(same, name), getattr(exact, name), name)
 
 

@@ -50,12 +50,12 @@ def share_out(
 
     ``at_once`` False hides from the layout that a tensor is whole.
     """
-    borders = [0, *cuts, sum(sizes)]
-    return [Share(begin, end, _layout(sizes, decays, begin, end, unit, at_once)) for begin, end in _pairs(borders)]
+    boundaries = [0, *cuts, sum(sizes)]
+    return [Share(begin, end, _layout(sizes, decays, begin, end, unit, at_once)) for begin, end in _pairs(boundaries)]
 
 
-def _pairs(borders: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(borders, borders[1:], strict=False))
+def _pairs(boundaries: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(boundaries, boundaries[1:], strict=False))
 
 
 def _layout(sizes: Sequence[int], decays: Sequence[float], begin: int, end: int, unit: int, at_once: bool) -> Layout:

@@ -33,7 +33,7 @@ import ranks
 import yaml
 
 from data_prep.manifest import load_manifest
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow
 

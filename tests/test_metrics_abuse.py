@@ -21,7 +21,7 @@ from runs import lines, wait_for, write_config
 
 from data_prep import endpoint
 from data_prep.endpoint import CONNECTIONS, REQUEST_BYTES, Endpoint
-from data_prep.metrics import Figures, serve
+from data_prep.metrics import BuildMetrics, serve
 from trainer.exits import STOPPED
 
 pytestmark = pytest.mark.slow
@@ -170,7 +170,7 @@ def test_the_oldest_connection_makes_room(served: Endpoint) -> None:
 
 
 def test_a_connection_ends_in_time_whatever_it_does(served: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "SECONDS", 0.5)
+    monkeypatch.setattr(endpoint, "ANSWER_SECONDS", 0.5)
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
         began = time.monotonic()
         with pytest.raises(OSError):  # noqa: PT011  reset or broken pipe
@@ -214,7 +214,7 @@ def test_strange_requests_get_an_answer_and_the_next_client_its_own(
     assert "thing 3.0" in ask(served.port)
 
 
-def test_an_application_that_fails_is_told_to_its_client_alone(served: Endpoint) -> None:
+def test_an_application_that_fails_is_reported_to_its_client_alone(served: Endpoint) -> None:
     good, served.application = served.application, lambda environ, start: [][0]
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as client:
         client.sendall(GET + b"\r\n")
@@ -224,7 +224,7 @@ def test_an_application_that_fails_is_told_to_its_client_alone(served: Endpoint)
 
 
 def test_a_flood_of_ten_thousand_connections_takes_no_descriptors_of_a_build() -> None:
-    with serve(Figures("train"), 0, "127.0.0.1") as port:
+    with serve(BuildMetrics("train"), 0, "127.0.0.1") as port:
         assert port is not None
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(10_000):

@@ -17,8 +17,8 @@ from prometheus_client import Counter, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families as families
 from ranks import ROOT
 
-from data_prep.metrics import Figures, write_textfile
-from deploy.monitoring.dashboards import COUNTERS, DASHBOARDS, FOLDER, SOURCE, queries, substitute, text
+from data_prep.metrics import BuildMetrics, write_textfile
+from deploy.monitoring.dashboards import DASHBOARDS, DCGM_COUNTERS, FOLDER, SOURCE, queries, substitute, text
 from deploy.monitoring.gpus import DCGM, DCGM_LABELS, counters
 from trainer.monitor.exporter import NODE_SERIES, RUN_SERIES
 
@@ -77,7 +77,7 @@ def test_the_files_are_what_the_tables_say() -> None:
     for name in DASHBOARDS:
         written = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
         assert written == text(name), "run python -m deploy.monitoring.dashboards"
-    assert COUNTERS.read_text(encoding="utf-8") == counters()
+    assert DCGM_COUNTERS.read_text(encoding="utf-8") == counters()
 
 
 def test_ids_are_unique() -> None:
@@ -173,7 +173,7 @@ def prepared() -> dict[str, Labels]:
     found: dict[str, Labels] = {"lambert_prep_last_failure_timestamp_seconds": {"dataset": ()}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "build.prom")
-        write_textfile(Figures("d", succeeded=1.0), path)
+        write_textfile(BuildMetrics("d", succeeded=1.0), path)
         samples = [sample for family in families(path.read_text()) for sample in family.samples]
     for sample in samples:
         labels = found.setdefault(sample.name, {"dataset": ()})

@@ -25,9 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from watched_run import DATASET, FIRST, PORTS, RUN, SICK, Site, prepare, said, slowed, step_of, watched, write_gpus
 
 from deploy.monitoring import pictures
-from deploy.monitoring.dashboards import DASHBOARDS, MARKS, queries, substitute
+from deploy.monitoring.dashboards import ANNOTATIONS, DASHBOARDS, queries, substitute
 from deploy.monitoring.dashboards import page as dashboard
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +170,7 @@ def named(name: str, labels: dict[str, str], drop: tuple[str, ...] = ("gpu_uuid"
 # ---- the exporters ---------------------------------------------------------------------------------------------
 
 
-def test_promtool_finds_nothing_to_mend(trained: Trained) -> None:
+def test_promtool_finds_nothing_to_fix(trained: Trained) -> None:
     for text in trained.late:
         checked = subprocess.run([program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True)
         assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
@@ -232,17 +232,17 @@ def test_counters_are_the_sums_of_the_json_lines(site: Site, ended: Ended) -> No
 def test_faults_reach_the_webhook(site: Site, ended: Ended) -> None:
     print("| alert | planted fault | seconds to the webhook, a minute being a second |\n|---|---|---|")
     for name, fault in FAULTS.items():
-        planted, alert = site.told[name]
+        planted, alert = site.reached[name]
         print(f"| {name} | {fault} | {alert.at - planted:.1f} |")
         assert alert.labels["severity"] in ("page", "ticket")
         assert (ranks.ROOT / alert.annotations["runbook_url"]).is_file()
         assert alert.labels["run"] in alert.annotations["summary"]
-    assert site.told.keys() == FAULTS.keys()
+    assert site.reached.keys() == FAULTS.keys()
 
 
 def test_the_guilty_are_named(site: Site, stalled: Alert) -> None:
-    assert "It is rank 1." in site.told["LambertStraggler"][1].annotations["description"]
-    gpu = site.told["LambertGpuError"][1].labels
+    assert "It is rank 1." in site.reached["LambertStraggler"][1].annotations["description"]
+    gpu = site.reached["LambertGpuError"][1].labels
     assert (gpu["rank"], gpu["node"], gpu["gpu_uuid"]) == ("1", site.pair[1].namespace, "GPU-1")
 
 
@@ -271,7 +271,7 @@ def test_a_run_goes_on_where_it_was(site: Site, restarted: Restarted, ended: End
     assert site.prometheus.value(f"max by (run) (lambert_restarts{run})", restarted.at) == 1
     lost = site.prometheus.value(f"max by (run) (lambert_rolled_back_steps{run})", restarted.at)
     assert lost == restarted.step - checkpoint
-    marks = site.prometheus.matrix(scaled(substitute(MARKS["Restarts"][0], RUN)), killed, ended.at)
+    marks = site.prometheus.matrix(scaled(substitute(ANNOTATIONS["Restarts"][0], RUN)), killed, ended.at)
     assert len(marks) == 1
 
 

@@ -22,24 +22,24 @@ pytestmark = pytest.mark.slow
 def expected(config: str, folder: Path) -> dict[int, Any]:
     """The losses, step by step, of two ranks without any launcher or network."""
     (folder / "run.yaml").write_text(config)
-    told = ["--config", f"{folder}/run.yaml", "--set", f"run.folder={folder / RUN}", "--set", "metrics.port=null"]
-    done = ranks.finish(ranks.fork(SIZE, f"{ranks.ROOT}/tests/trainer_on_ranks.py", str(folder), "[]", *told))
+    options = ["--config", f"{folder}/run.yaml", "--set", f"run.folder={folder / RUN}", "--set", "metrics.port=null"]
+    done = ranks.finish(ranks.fork(SIZE, f"{ranks.ROOT}/tests/trainer_on_ranks.py", str(folder), "[]", *options))
     assert [code for code, _ in done] == [0] * SIZE, done
     return {line["step"]: line["loss"] for line in lines(folder / RUN, "step")}
 
 
 def test_pods_stop_at_the_kubelets_signal_and_go_on(tiny_shards: Path, tmp_path: Path) -> None:
-    told = contract("job", tmp_path, tiny_shards, tiny_shards, STEPS, EVERY)
-    with gang(told, tmp_path) as run:
+    given = contract("job", tmp_path, tiny_shards, tiny_shards, STEPS, EVERY)
+    with gang(given, tmp_path) as run:
         stop(run)
-        assert run.losses() == expected(told.config, tmp_path)
+        assert run.losses() == expected(given.config, tmp_path)
         assert list(run.losses()) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pod_finds_its_place_in_what_it_is_told(kind: str, tiny_shards: Path, tmp_path: Path) -> None:
-    told = contract(kind, tmp_path, tiny_shards, tiny_shards, STEPS, EVERY)
+    given = contract(kind, tmp_path, tiny_shards, tiny_shards, STEPS, EVERY)
     for index in range(SIZE):
-        environ = {name: str(index) if value == INDEX else value for name, value in told.environ.items()}
+        environ = {name: str(index) if value == INDEX else value for name, value in given.environ.items()}
         node = read_node({}, environ, lambda: pytest.fail("the number of ranks is given"))
-        assert node == Node(index, SIZE, 1, told.name(0), PORT)
+        assert node == Node(index, SIZE, 1, given.name(0), PORT)

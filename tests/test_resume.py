@@ -23,7 +23,7 @@ from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from trainer.data.order import Order
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -61,9 +61,9 @@ class Life:
         self.notes.mkdir(parents=True)
         path = root / "run.yaml"
         path.write_text(yaml.safe_dump(config))
-        told = json.dumps([asdict(aim) for aim in aims])
+        plan = json.dumps([asdict(aim) for aim in aims])
         options = ("--config", str(path), "--set", f"run.folder={self.run}", "--set", f"engine.zero_stage={stage}")
-        self.ranks = ranks.fork(size, "tests/trainer_on_ranks.py", str(self.notes), told, *options)
+        self.ranks = ranks.fork(size, "tests/trainer_on_ranks.py", str(self.notes), plan, *options)
 
     def end(self) -> list[int]:
         """Wait for all ranks to end by themselves; their exit codes."""
@@ -78,9 +78,9 @@ class Life:
 
     def samples(self) -> dict[int, list[list[int]]]:
         """[number, checksum] of the samples of each step that all ranks began, in order of their numbers."""
-        told = [{r["step"]: r["samples"] for r in read_lines(p)} for p in sorted(self.notes.glob("samples-*"))]
-        whole = set.intersection(*(set(steps) for steps in told)) if told else set()
-        return {step: sorted(sample for steps in told for sample in steps[step]) for step in whole}
+        read = [{r["step"]: r["samples"] for r in read_lines(p)} for p in sorted(self.notes.glob("samples-*"))]
+        whole = set.intersection(*(set(steps) for steps in read)) if read else set()
+        return {step: sorted(sample for steps in read for sample in steps[step]) for step in whole}
 
 
 def lines(run: Path, event: str = "step") -> list[dict[str, Any]]:
@@ -332,10 +332,10 @@ def test_all_ranks_take_the_same_steps_and_read_each_sample_once(
         life = Life({**config, "phases": [phase], "evaluation": evaluation}, tmp_path / str(size), size, 0, stage)
         assert life.end() == [0] * size, life.output
         steps = life.samples()  # that all ranks took
-        told = [sample for step in sorted(steps) for sample in steps[step]]
-        assert sorted(steps) == list(range(6)) and [number for number, _ in told] == list(range(6 * 16))
+        in_order = [sample for step in sorted(steps) for sample in steps[step]]
+        assert sorted(steps) == list(range(6)) and [number for number, _ in in_order] == list(range(6 * 16))
         assert all(len(read_lines(path)) == 6 for path in life.notes.glob("samples-*"))
-        epochs = [Counter(crc for _, crc in told[e * epoch : (e + 1) * epoch]) for e in range(6 * 16 // epoch)]
+        epochs = [Counter(crc for _, crc in in_order[e * epoch : (e + 1) * epoch]) for e in range(6 * 16 // epoch)]
         assert len(epochs) > 2 and all(read == epochs[0] for read in epochs)
         assert sum(count > 1 for count in epochs[0].values()) < 2  # equal samples are rare
         assert [record["step"] for record in lines(life.run, "heldout")] == [2, 4, 6]

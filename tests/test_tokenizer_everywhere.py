@@ -18,7 +18,7 @@ from trainer.convert.folder import write_folder
 from trainer.convert.weights import load_bert
 from trainer.encode.__main__ import to_examples
 from trainer.encode.vectors import Text
-from trainer.finetune.start import read_pretrained
+from trainer.finetune.pretrained import read_pretrained
 from trainer.model.bert import Bert, ModelConfig
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from data_prep.tokenizer import load_tokenizer
 from trainer import export, weights
 from trainer.checkpoint.average import average, select
 from trainer.checkpoint.reading import Pieces, find, load_weights, model_of, tree_sha256
-from trainer.checkpoint.vocabulary import token_counts
+from trainer.checkpoint.trained_tokenizer import token_counts
 from trainer.convert.folder import padded_logits, random_batch
 from trainer.convert.hugging_face import to_hugging_face
 from trainer.data.loader import Loader
@@ -83,28 +83,28 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_the_mean_is_taken_in_fp64_and_one_checkpoint_keeps_its_bits(trained: Path) -> None:
-    told: list[str] = []
-    chosen = select(trained, 4, told.append)
-    assert [found.folder.name[-1] for found in chosen] == list("6543") and not told
+    reported: list[str] = []
+    chosen = select(trained, 4, reported.append)
+    assert [found.folder.name[-1] for found in chosen] == list("6543") and not reported
     mean = average(chosen)
     assert equal(mean, mean_of(trained, 3, 4, 5, 6)) and not equal(mean, load_weights(chosen[0]))
     assert {tensor.dtype for tensor in mean.values()} == {torch.float32}
-    assert equal(average(select(trained, None, told.append)), load_weights(chosen[0]))
+    assert equal(average(select(trained, None, reported.append)), load_weights(chosen[0]))
 
 
 def test_damaged_checkpoints_are_skipped_and_named(run: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     flip(run / "step-00000006")  # its size is right
     next((run / "step-00000004").glob("part-*")).unlink()
-    chosen = select(run, 2, told.append)
+    chosen = select(run, 2, reported.append)
     assert equal(average(chosen), mean_of(run, 3, 5))
-    assert [line.partition(" is damaged")[0] for line in told] == [
+    assert [line.partition(" is damaged")[0] for line in reported] == [
         f"warning: not used: checkpoint {run / name}" for name in ("step-00000006", "step-00000004")
     ]
     with pytest.raises(TrainerError, match=r"needs 5 .* has 4: .* at 5 or more; .*step-00000006 is damaged"):
-        select(run, 5, told.append)
+        select(run, 5, reported.append)
     with pytest.raises(TrainerError, match="step-00000006 is damaged: the sha256"):
-        select(run, None, told.append)
+        select(run, None, reported.append)
 
 
 def other_seed(run: Path) -> None:
@@ -190,13 +190,13 @@ def test_an_export_is_the_mean_and_says_so(trained: Path, tmp_path: Path, capsys
 def test_an_evaluation_is_of_the_mean(trained: Path, tiny_shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = str(tiny_shards)
     command = ["--checkpoint", str(trained), "--heldout", shards, "--train", shards]
-    told = []
+    reported = []
     for more in ([], ["--average", "3"]):
         assert trainer.evaluate.main([*command, *more]) == 0
-        told.append(capsys.readouterr())
-    assert f"trainer.evaluate: weights: step 6 of {trained}\n" in told[0].err
-    assert f"trainer.evaluate: weights: the mean of steps 4, 5 and 6 of {trained}\n" in told[1].err
-    newest, ours = (json.loads(each.out) for each in told)
+        reported.append(capsys.readouterr())
+    assert f"trainer.evaluate: weights: step 6 of {trained}\n" in reported[0].err
+    assert f"trainer.evaluate: weights: the mean of steps 4, 5 and 6 of {trained}\n" in reported[1].err
+    newest, ours = (json.loads(each.out) for each in reported)
     manifest = load_manifest(tiny_shards)
     model = Bert(model_of(find(trained)), fillers=load_tokenizer(trained / "tokenizer").fillers)
     model.load_state_dict(mean_of(trained, 4, 5, 6))

@@ -22,7 +22,7 @@ from trainer.engine.engine import deepspeed_config
 from trainer.engine.schedule import BatchStage, Phase, batch_at, batch_of, batch_problems, learning_rate, resolve
 from trainer.errors import TrainerError
 from trainer.run.config import Config, load
-from trainer.strict_yaml import DEEPEST, LARGEST, parse_yaml
+from trainer.strict_yaml import DEEPEST_YAML, LARGEST_YAML_BYTES, parse_yaml
 
 SIZES = (8192,) * 40  # of shards
 RANKS = 8
@@ -235,9 +235,9 @@ def test_a_batch_fits_its_ranks_and_shards() -> None:
         ("a: !!bool maybe", "'maybe' is not a valid bool"),
         ("a: !!float ''", "'' is not a valid float"),
         (f"a: {'9' * 5000}", "9' is not a valid int"),
-        ("a: [" * 20_000, f"nested more than {DEEPEST} levels deep"),
-        ("[" * 20_000, f"nested more than {DEEPEST} levels deep"),
-        ("- " * 20_000, f"nested more than {DEEPEST} levels deep"),
+        ("a: [" * 20_000, f"nested more than {DEEPEST_YAML} levels deep"),
+        ("[" * 20_000, f"nested more than {DEEPEST_YAML} levels deep"),
+        ("- " * 20_000, f"nested more than {DEEPEST_YAML} levels deep"),
         ('a: "\\UFFFFFFFF"', "too large"),
         ('a: "\\U00110000"', "not in range(0x110000)"),
         ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
@@ -319,7 +319,7 @@ def test_a_configuration_may_merge(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a: [" * 20_000, "levels deep"),
-        ("#" * (LARGEST + 1), f"more than {LARGEST:,} bytes"),
+        ("#" * (LARGEST_YAML_BYTES + 1), f"more than {LARGEST_YAML_BYTES:,} bytes"),
         ("a: !!int seven", "'seven' is not a valid int"),
     ],
 )

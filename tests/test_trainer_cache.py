@@ -188,7 +188,7 @@ def test_a_cache_in_the_home_of_nobody_is_named(server: Server) -> None:
         open_cache(server.address, CacheConfig("~nobody-of-that-name/cache"), 5, 0)
 
 
-def test_an_impossible_cache_is_told() -> None:
+def test_an_impossible_cache_is_reported() -> None:
     assert CacheConfig().problems() == []
     wrong = replace(CacheConfig(), folder="", gigabytes=-1.0).problems()
     assert [line.split(" is ")[0] for line in wrong] == ["folder", "gigabytes"]

@@ -27,7 +27,7 @@ from trainer.checkpoint.reading import CheckpointConfig, tree_sha256
 from trainer.checkpoint.saving import prune
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
-from trainer.run.identity import require_same_run
+from trainer.run.resume_checks import require_same_run
 
 pytestmark = pytest.mark.slow
 
@@ -279,14 +279,16 @@ def test_keep_every_steps_that_meets_no_checkpoint_is_refused() -> None:
 # ---- saves that fail, are slow or are killed -------------------------------------------------------------------
 
 
-def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_no_name(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_leaves_no_name(tmp_path: Path) -> None:
     """Steps 2 and 3 meet a full disk on one rank, step 4 on the other; training goes on, and step 5 is saved."""
     for code, output in train(tmp_path, 2, 1, 5, "every=1", "full=1:2:3,0:4:4"):
         assert code == 0, output
-        told = [line for line in output.splitlines() if line.startswith("step ")]
-        assert [line.split()[1] for line in told] == ["1:", "2:", "3:", "4:", "5:"]
-        assert told[0] == "step 1: whole" and told[4] == "step 5: whole"
-        assert all(f"rank {rank}: " in line and FULL in line for rank, line in zip((1, 1, 0), told[1:4], strict=True))
+        reported = [line for line in output.splitlines() if line.startswith("step ")]
+        assert [line.split()[1] for line in reported] == ["1:", "2:", "3:", "4:", "5:"]
+        assert reported[0] == "step 1: whole" and reported[4] == "step 5: whole"
+        assert all(
+            f"rank {rank}: " in line and FULL in line for rank, line in zip((1, 1, 0), reported[1:4], strict=True)
+        )
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
     assert all(len(contents(tmp_path / name)) == 3 for name in names(tmp_path))
 

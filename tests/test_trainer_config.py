@@ -40,7 +40,7 @@ def test_a_number_may_be_written_as_people_write_it(tmp_path: Path) -> None:
         assert config.phases[0].learning_rate == value and type(config.phases[0].learning_rate) is float
 
 
-def test_all_mistakes_are_told_at_once_each_with_its_remedy(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once_each_with_its_remedy(tmp_path: Path) -> None:
     text = MINIMAL.replace("folder: runs/r", "folder: runs/r, sed: 3").replace("global_batch: 10, ", "") + (
         "optimizer: {name: sgd}\nengine: {zero_stage: 0, precision: bf16}\n"
     )
@@ -53,7 +53,7 @@ def test_all_mistakes_are_told_at_once_each_with_its_remedy(tmp_path: Path) -> N
     assert "set zero_stage to 1, 2 or 3" in found[3]
 
 
-def test_contradictions_between_sections_are_told(tmp_path: Path) -> None:
+def test_contradictions_between_sections_are_reported(tmp_path: Path) -> None:
     second = MINIMAL.strip().splitlines()[-1].replace("128", "1024")
     found = problems(tmp_path, text=f"{MINIMAL}{second}\n")
     assert found[0].startswith("phases: two phases are named 'a'")

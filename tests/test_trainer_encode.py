@@ -26,9 +26,9 @@ from trainer.convert import folder as hf_folder
 from trainer.convert.weights import load_bert, read, write
 from trainer.encode import __main__ as encode
 from trainer.encode.__main__ import Pooling, main
-from trainer.encode.vectors import Part, Text, write_npy
+from trainer.encode.vectors import EncodedPart, Text, write_npy
 from trainer.errors import TrainerError
-from trainer.finetune.classify import Columns
+from trainer.finetune.classification import Columns
 from trainer.finetune.save import write_model
 from trainer.finetune.task import TaskModel, fit
 from trainer.finetune.tasks import Wish, known
@@ -256,7 +256,7 @@ def test_half_a_character_and_a_text_that_fails_late_are_one_line(
 def test_any_number_of_rows_has_the_header_that_numpy_reads(tmp_path: Path) -> None:
     for rows, width in ((1, 1), (123_456, 1), (2, 4096)):
         block = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
-        part = Part(0, [Text("here", "text")], [], [block])
+        part = EncodedPart(0, [Text("here", "text")], [], [block])
         with (tmp_path / "x.npy").open("wb") as file:
             write_npy(file, [part, replace(part, start=1)])
         assert (np.load(tmp_path / "x.npy") == np.concatenate([block, block])).all()
@@ -318,9 +318,9 @@ def test_a_fine_tuned_model_without_a_class_of_transformers_is_read(folder: Path
         )
         assert (ours == theirs).all()
     assert load_bert(tmp_path / "model")[2] == ["MLM head", "NSP head"]
-    told: list[str] = []
-    assert "head_weight" not in read(tmp_path / "model", told.append).tensors
-    assert told[1].endswith("not used: head_bias, head_in_bias, head_in_weight, head_weight")
+    reported: list[str] = []
+    assert "head_weight" not in read(tmp_path / "model", reported.append).tensors
+    assert reported[1].endswith("not used: head_bias, head_in_bias, head_in_weight, head_weight")
 
     tensors = {name: w for name, w in tuned.state_dict().items() if name != "layers.4.mlp_in_bias"}
     (tmp_path / "model" / "weights.safetensors").unlink()

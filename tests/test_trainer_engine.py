@@ -142,14 +142,14 @@ def mean_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tenso
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, stage: int) -> None:
     """The scale then halves, and doubles after two good steps, which the norms do not show. fp16 on CPUs."""
     options = {"precision": "fp16", "scale": "1024", "growth": "2"}
-    told = steps(tmp_path, 2, stage, 2, 5, **options, poison="0:1")
-    assert told["applied"] == [True, False, True, True, True] and told["steps"] == 4
-    assert told["scales"] == [1024, 1024, 512, 512, 1024]
-    assert told["heldout"][1] == told["heldout"][0] != told["heldout"][2]  # no weight has moved
+    record = steps(tmp_path, 2, stage, 2, 5, **options, poison="0:1")
+    assert record["applied"] == [True, False, True, True, True] and record["steps"] == 4
+    assert record["scales"] == [1024, 1024, 512, 512, 1024]
+    assert record["heldout"][1] == record["heldout"][0] != record["heldout"][2]  # no weight has moved
     fixed = steps(tmp_path, 2, stage, 2, 5, **options, poison="0:1", scales="512")
-    assert told["norms"][1] == fixed["norms"][1] == float("inf")
-    assert told["norms"] == pytest.approx(fixed["norms"], rel=1e-3)
-    assert told["losses"] == pytest.approx(fixed["losses"], rel=1e-3)
+    assert record["norms"][1] == fixed["norms"][1] == float("inf")
+    assert record["norms"] == pytest.approx(fixed["norms"], rel=1e-3)
+    assert record["losses"] == pytest.approx(fixed["losses"], rel=1e-3)
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])

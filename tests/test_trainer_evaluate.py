@@ -29,7 +29,7 @@ from trainer.model.bert import Bert, ModelConfig, Output
 from trainer.monitor.history import read_history
 from trainer.ranks.world import World
 from trainer.run.evaluation import (
-    Target,
+    StopTarget,
     evaluate,
     evaluate_context,
     only_mask_token,
@@ -75,7 +75,7 @@ def by_hand(model: Bert, batches: list[MicroBatch]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def test_figures_are_means_over_targets_and_pairs(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+def test_metrics_are_means_over_targets_and_pairs(tiny_shards: Path, tiny_model: ModelConfig) -> None:
     model = Bert(tiny_model, seed=3).train()
     [batches] = shares(tiny_shards, 1)
     forwards: list[int] = []
@@ -83,11 +83,11 @@ def test_figures_are_means_over_targets_and_pairs(tiny_shards: Path, tiny_model:
     hidden = [only_mask_token(batch, 4) for batch in batches]  # some labels are IGNORED
     only = by_hand(model, hidden)
     assert evaluate(model, iter(hidden), CPU) == pytest.approx(only, rel=1e-5)
-    figures = evaluate(model, iter(batches), CPU, mask_id=4)
+    metrics = evaluate(model, iter(batches), CPU, mask_id=4)
     assert len(forwards) == 2 * len(batches)  # one for all the metrics
     apart = {"mask_loss": only["mlm_loss"], "mask_accuracy": only["mlm_accuracy"]}
-    assert figures == pytest.approx(by_hand(model, batches) | apart, rel=1e-5)
-    assert abs(figures["mlm_loss"] - figures["mask_loss"]) > 1e-4
+    assert metrics == pytest.approx(by_hand(model, batches) | apart, rel=1e-5)
+    assert abs(metrics["mlm_loss"] - metrics["mask_loss"]) > 1e-4
     assert model.training  # as it was
     evaluate(model.eval(), iter(batches[:1]), CPU)
     assert not model.training
@@ -95,19 +95,19 @@ def test_figures_are_means_over_targets_and_pairs(tiny_shards: Path, tiny_model:
     assert output._fields == Output._fields  # its own forward again
 
 
-def test_without_mask_there_is_no_figure_of_it(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+def test_without_mask_there_is_no_metric_of_it(tiny_shards: Path, tiny_model: ModelConfig) -> None:
     [batches] = shares(tiny_shards, 1)
     shown = [replace(batch, tokens=batch.tokens.clamp(min=5)) for batch in batches]
-    figures = evaluate(Bert(tiny_model), iter(shown), CPU, mask_id=4)
-    assert figures.keys() == {"mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"}
+    metrics = evaluate(Bert(tiny_model), iter(shown), CPU, mask_id=4)
+    assert metrics.keys() == {"mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"}
 
 
-def test_without_pairs_there_is_no_figure_of_the_second_task(tiny_shards: Path, tiny_model: ModelConfig) -> None:
+def test_without_pairs_there_is_no_metric_of_the_second_task(tiny_shards: Path, tiny_model: ModelConfig) -> None:
     model = Bert(tiny_model, seed=3)
     [batches] = shares(tiny_shards, 1)
     single = [replace(batch, is_next=torch.full_like(batch.is_next, IGNORED)) for batch in batches]
-    figures = evaluate(model, iter(batches), CPU)
-    assert evaluate(model, iter(single), CPU) == {name: figures[name] for name in ("mlm_loss", "mlm_accuracy")}
+    metrics = evaluate(model, iter(batches), CPU)
+    assert evaluate(model, iter(single), CPU) == {name: metrics[name] for name in ("mlm_loss", "mlm_accuracy")}
     assert evaluate(model, iter(batches[:1] + single), CPU)["nsp_loss"] == pytest.approx(
         evaluate(model, iter(batches[:1]), CPU)["nsp_loss"], rel=1e-6
     )
@@ -120,19 +120,19 @@ def test_the_number_of_ranks_does_not_matter(
     """The collective is simulated: each rank is given the sum of what all ranks send."""
     model = Bert(tiny_model, seed=3)
     alone = evaluate(model, iter(shares(tiny_shards, 1)[0]), CPU)
-    told: list[Tensor] = []
+    summed: list[Tensor] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", lambda sums: told.append(sums.clone()))
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: summed.append(sums.clone()))
     parts = [evaluate(model, iter(share), CPU) for share in shares(tiny_shards, ranks, size=7)]
-    assert len(told) == ranks and all(part != pytest.approx(alone, rel=1e-4) for part in parts)
-    monkeypatch.setattr(dist, "all_reduce", lambda sums: sums.copy_(torch.stack(told).sum(0)))
+    assert len(summed) == ranks and all(part != pytest.approx(alone, rel=1e-4) for part in parts)
+    monkeypatch.setattr(dist, "all_reduce", lambda sums: sums.copy_(torch.stack(summed).sum(0)))
     for share in shares(tiny_shards, ranks, size=7):
         assert evaluate(model, iter(share), CPU) == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_rank_without_samples_takes_part(tiny_model: ModelConfig) -> None:
-    figures = evaluate(Bert(tiny_model), iter([]), CPU)
-    assert set(figures.values()) == {0.0}
+    metrics = evaluate(Bert(tiny_model), iter([]), CPU)
+    assert set(metrics.values()) == {0.0}
 
 
 def test_ranks_that_have_fewer_batches_keep_in_step(
@@ -213,25 +213,25 @@ def test_the_marks_for_context(tiny_shards: Path, tiny_model: ModelConfig) -> No
     manifest = load_manifest(tiny_shards)
     loader = Loader(tiny_shards, manifest, 0, 1)
     counts = torch.from_numpy(np.load(tiny_shards / manifest.token_counts.file))
-    figures = evaluate_context(Bert(tiny_model), loader, counts, CPU, 64)
+    metrics = evaluate_context(Bert(tiny_model), loader, counts, CPU, 64)
     uniform = math.log(len(counts))
-    assert figures["mask_loss"] == pytest.approx(uniform, rel=0.02)
+    assert metrics["mask_loss"] == pytest.approx(uniform, rel=0.02)
 
     labels = torch.cat([only_mask_token(batch, manifest.tokenizer.specials.mask).labels for batch in loader.sweep(64)])
     frequency = [(count + 1) / (int(counts.sum()) + len(counts)) for count in counts.tolist()]
     hidden = labels[labels != IGNORED].tolist()
     entropy = -sum(math.log(frequency[label]) for label in hidden) / len(hidden)
-    assert figures["mask_unigram_entropy"] == pytest.approx(entropy, rel=1e-9)
+    assert metrics["mask_unigram_entropy"] == pytest.approx(entropy, rel=1e-9)
     assert entropy < uniform
 
     keen = Bert(replace(tiny_model, initializer_range=0.5))  # its logits feel every token and place
-    figures = evaluate_context(keen, loader, counts, CPU, 64)
-    assert abs(figures["mask_loss"] - figures["mask_loss_shuffled"]) > 1e-3
+    metrics = evaluate_context(keen, loader, counts, CPU, 64)
+    assert abs(metrics["mask_loss"] - metrics["mask_loss_shuffled"]) > 1e-3
     with torch.no_grad():
         keen.position_table.zero_()
         keen.segment_table.zero_()
-    figures = evaluate_context(keen, loader, counts, CPU, 64)
-    assert figures["mask_loss"] == pytest.approx(figures["mask_loss_shuffled"], rel=1e-5)
+    metrics = evaluate_context(keen, loader, counts, CPU, 64)
+    assert metrics["mask_loss"] == pytest.approx(metrics["mask_loss_shuffled"], rel=1e-5)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, model: Bert) -> None:
@@ -281,17 +281,17 @@ def test_the_command_reads_data_sets_at_addresses(
     """The metrics are the same, and no shard of the training data is fetched."""
     pretend(monkeypatch, Bert(tiny_model, seed=3))
     address, cache = f"file://{own_shards}", tmp_path / "cache"
-    told = []
+    outputs = []
     for place in (str(own_shards), address):
         arguments = ["--checkpoint", "run", "--heldout", place, "--train", place, "--cache-folder", str(cache)]
         assert main(arguments) == 0
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1] and '"mask_loss_shuffled": ' in told[0]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] and '"mask_loss_shuffled": ' in outputs[0]
     assert list(cache.glob("*/*.tar"))
 
     shutil.rmtree(cache)
     assert main(["--checkpoint", "run", "--heldout", str(own_shards), "--train", address, *arguments[-2:]]) == 0
-    assert capsys.readouterr().out == told[0]
+    assert capsys.readouterr().out == outputs[0]
     assert list(cache.glob("*/manifest.json")) and not list(cache.glob("*/*.tar"))
 
     next(own_shards.glob("*.tar")).unlink()
@@ -307,18 +307,18 @@ def test_the_command_reads_data_sets_at_addresses(
 
 
 def test_a_target_is_reached_when_all_that_is_asked_for_is() -> None:
-    assert Target().reached({"mlm_loss": 0.0, "mlm_accuracy": 1.0}) == ""
-    target = Target(mlm_accuracy=0.72, mask_loss=1.5)
+    assert StopTarget().reached({"mlm_loss": 0.0, "mlm_accuracy": 1.0}) == ""
+    target = StopTarget(mlm_accuracy=0.72, mask_loss=1.5)
     good = {"mlm_accuracy": 0.72, "mask_loss": 1.5, "mlm_loss": 9.0}
     assert target.reached(good) == "mlm_accuracy 0.72 (target 0.72), mask_loss 1.5 (target 1.5)"
     assert not target.reached(good | {"mlm_accuracy": 0.719}) and not target.reached(good | {"mask_loss": 1.51})
     assert not target.reached({"mlm_accuracy": 0.9}) and not target.reached(good | {"mask_loss": math.nan})
-    assert Target(nsp_accuracy=72, mlm_loss=0).problems() == [
+    assert StopTarget(nsp_accuracy=72, mlm_loss=0).problems() == [
         "mlm_loss is 0: must be above 0",
         "nsp_accuracy is 72: must be above 0 and at most 1",
     ]
     with pytest.raises(TrainerError, match="stop_at.nsp_loss is set, but none of the run.s held-out shards has pairs"):
-        Target(nsp_loss=0.1).require(paired=False)
+        StopTarget(nsp_loss=0.1).require(paired=False)
 
 
 def test_two_ranks_end_at_the_target_and_are_evaluated_together(
@@ -331,18 +331,18 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     run, heldout = tmp_path / "run", f"phases.0.heldout={tiny_shards}"
 
     def train(*overrides: str) -> str:
-        told = [part for override in (heldout, *overrides) for part in ("--set", override)]
-        ended = ranks.finish(ranks.fork(2, "trainer/__main__.py", "--config", str(config), *told))
+        options = [part for override in (heldout, *overrides) for part in ("--set", override)]
+        ended = ranks.finish(ranks.fork(2, "trainer/__main__.py", "--config", str(config), *options))
         assert [code for code, _ in ended] == [0, 0], ended
         return ended[0][1]
 
     assert "done: 4 steps" in train()
     assert json.loads((run / "ended.json").read_text()) == {"how": "reached", "step": 4}
     assert (run / "step-00000004" / "checkpoint.json").is_file()
-    [end], [told] = lines(run, "end"), lines(run, "heldout")
-    assert end["how"] == "done" and end["reason"].startswith(f"reached mlm_loss {told['mlm_loss']:.4g} (target 100")
+    [end], [record] = lines(run, "end"), lines(run, "heldout")
+    assert end["how"] == "done" and end["reason"].startswith(f"reached mlm_loss {record['mlm_loss']:.4g} (target 100")
     assert read_history(run).end == f"done: {end['reason']}"  # what the report says
-    assert 0 < told["mask_accuracy"] < 1 and told["mask_loss"] != told["mlm_loss"]
+    assert 0 < record["mask_accuracy"] < 1 and record["mask_loss"] != record["mlm_loss"]
 
     assert "done: 4 steps" in train() and len(lines(run, "heldout")) == 1
     assert "done: 12 steps" in train("evaluation.stop_at.mlm_loss=0.01")
@@ -353,9 +353,9 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     alone = json.loads(capsys.readouterr().out)
     ended = ranks.finish(ranks.fork(2, "trainer/evaluate.py", *command, "--micro-batch", "7"))
     assert [code for code, _ in ended] == [0, 0], ended
-    said, figures = ended[0][1].split("{")  # one rank's, and both of its streams
+    said, metrics = ended[0][1].split("{")  # one rank's, and both of its streams
     assert said.startswith("trainer.evaluate: weights: step 12 of ") and said.count("\n") == 2
-    assert json.loads("{" + figures) == pytest.approx(alone, rel=1e-6) and not ended[1][1]
+    assert json.loads("{" + metrics) == pytest.approx(alone, rel=1e-6) and not ended[1][1]
     last = lines(run, "heldout")[-1]
     assert {name: last[name] for name in alone if name in last} == pytest.approx(
         {name: alone[name] for name in alone if name in last}, rel=1e-6

@@ -71,7 +71,7 @@ def test_transformers_logits_are_the_trained_models(model: ModelConfig, gelu: st
     model = replace(model, gelu=gelu)
     folder = written(tokenizer, model)
     parity = hf_folder.check(folder, trained(model), model, load_tokenizer(tokenizer))
-    assert 0 < max(parity.mlm, parity.nsp) <= hf_folder.TOLERANCE
+    assert 0 < max(parity.mlm, parity.nsp) <= hf_folder.LOGIT_TOLERANCE
 
 
 @pytest.mark.parametrize("gelu", ["none", "tanh"])

@@ -18,36 +18,38 @@ from trainer_on_ranks import Aim
 from trainer.checkpoint.saving import _wait_for_parts
 from trainer.errors import TrainerError
 from trainer.monitor.history import read_history
-from trainer.run.identity import require_own_folder
 from trainer.run.lock import hold
+from trainer.run.resume_checks import require_own_folder
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_folder_is_held_by_one_and_the_next_waits_for_its_end(tmp_path: Path) -> None:
-    told: list[str] = []
-    first = hold(tmp_path / "run", 0, told.append)
-    assert first is not None and not told
+    reported: list[str] = []
+    first = hold(tmp_path / "run", 0, reported.append)
+    assert first is not None and not reported
     with pytest.raises(TrainerError, match=r"run is being written by process \d+ of \S+: wait until it ends, or name"):
-        hold(tmp_path / "run", 0.3, told.append)
-    assert len(told) == 1 and "waiting up to 0 s for it to end" in told[0]
+        hold(tmp_path / "run", 0.3, reported.append)
+    assert len(reported) == 1 and "waiting up to 0 s for it to end" in reported[0]
     threading.Timer(0.5, first.close).start()
-    second = hold(tmp_path / "run", 20, told.append)
+    second = hold(tmp_path / "run", 20, reported.append)
     assert second is not None
     second.close()
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    told: list[str] = []
+    reported: list[str] = []
     monkeypatch.setattr("fcntl.flock", fail)
-    assert hold(tmp_path, 0, told.append) is None
-    assert told == [f"warning: {tmp_path} cannot be locked (No locks available): nothing keeps a second run out of it"]
+    assert hold(tmp_path, 0, reported.append) is None
+    assert reported == [
+        f"warning: {tmp_path} cannot be locked (No locks available): nothing keeps a second run out of it"
+    ]
 
 
-def test_a_run_whose_journal_was_moved_away_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_run_whose_metrics_log_was_moved_away_keeps_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     (tmp_path / "step-00000003").mkdir()
     require_own_folder(tmp_path)
@@ -118,9 +120,9 @@ def live(folder: Path, shards: Path, steps: int, *aims: Aim) -> tuple[int, str]:
     """One start of a run of one rank that evaluates after each 4 steps."""
     folder.mkdir(exist_ok=True)
     often, each = {"every_steps": 4}, {"port": None, "log_every_steps": 1}
-    path, told = write_config(folder, shards, steps, evaluation=often, metrics=each), [aim.__dict__ for aim in aims]
+    path, plan = write_config(folder, shards, steps, evaluation=often, metrics=each), [aim.__dict__ for aim in aims]
     own = ("--config", str(path), "--set", f"run.folder={folder / 'run'}", "--set", f"phases.0.heldout={shards}")
-    [ended] = ranks.finish(ranks.fork(1, "tests/trainer_on_ranks.py", str(folder), json.dumps(told), *own))
+    [ended] = ranks.finish(ranks.fork(1, "tests/trainer_on_ranks.py", str(folder), json.dumps(plan), *own))
     return ended
 
 
@@ -138,4 +140,4 @@ def test_a_stop_saves_first_and_who_goes_on_evaluates_the_step(
     assert code == 0 and json.loads((stopped / "run" / "ended.json").read_text())["how"] == "done", said
     names = ("step", "mlm_loss", "nsp_loss")
     ours, theirs = ([[r[name] for name in names] for r in lines(f / "run", "heldout")] for f in (stopped, straight))
-    assert ours == theirs and [figures[0] for figures in ours] == sorted({4, 8, steps})
+    assert ours == theirs and [metrics[0] for metrics in ours] == sorted({4, 8, steps})

@@ -14,7 +14,7 @@ from runs import lines, write_config
 from trainer_on_ranks import Aim
 
 from trainer.engine.schedule import learning_rate
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 from trainer.run.config import load
 
 pytestmark = pytest.mark.slow
@@ -40,9 +40,9 @@ def train(folder: Path, shards: Path, *aims: Aim, sets: tuple[str, ...] = ()) ->
     )
     sets += (WARM_UP, f"phases.0.heldout={shards}", "evaluation.every_steps=6", f"run.folder={folder / 'run'}")
     options = [word for one in sets for word in ("--set", one)]
-    told = json.dumps([asdict(aim) for aim in aims])
+    plan = json.dumps([asdict(aim) for aim in aims])
     forked = ranks.fork(
-        2, "tests/fp16_on_ranks.py", json.dumps(SKIPPED), str(folder), told, "--config", str(config), *options
+        2, "tests/fp16_on_ranks.py", json.dumps(SKIPPED), str(folder), plan, "--config", str(config), *options
     )
     ended = ranks.finish(forked)
     print(*(said for _, said in ended))
@@ -69,8 +69,8 @@ def test_a_skipped_step_moves_the_data_the_scale_and_the_dropout_alone(straight:
     ]
     assert [line["step"] for line in lines(straight / "run", "heldout")] == [6, 8]
     assert [line["step"] for line in lines(straight / "run", "checkpoint")] == [STEPS]  # none of step 0
-    told = [note["step"] for note in read_lines(straight / "samples-0.jsonl")]
-    assert told == list(attempts)  # these key the dropout
+    attempted = [note["step"] for note in read_lines(straight / "samples-0.jsonl")]
+    assert attempted == list(attempts)  # these key the dropout
 
 
 def test_stops_after_steps_that_were_skipped_change_nothing(straight: Path, tiny_shards: Path, tmp_path: Path) -> None:

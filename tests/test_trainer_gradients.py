@@ -37,7 +37,7 @@ ENGINES = {  # by number of ranks: those of exact steps, and others
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The reports of the engines, by number of ranks."""
     folder = tmp_path_factory.mktemp("gradients")
 
@@ -67,21 +67,21 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("size", ENGINES)
-def test_halves_step_as_deepspeed_does_in_fp32_to_the_last_bit(told: Any, size: int) -> None:
+def test_halves_step_as_deepspeed_does_in_fp32_to_the_last_bit(recorded: Any, size: int) -> None:
     """Adam without clipping has no norm that an order of adding could round: masters, moments and step counts."""
-    reference = good(told(size)["adam:fp32:1"])
+    reference = good(recorded(size)["adam:fp32:1"])
     assert len(reference) == sum(not who for _, who in PLAN)
     for name in ENGINES[size][0]:
-        states = good(told(size)[name])
+        states = good(recorded(size)[name])
         assert [same(*pair) for pair in zip(states, reference, strict=True)] == [True] * len(reference), name
 
 
 @pytest.mark.parametrize("size", ENGINES)
-def test_clipped_steps_and_norms_are_the_papers(told: Any, size: int) -> None:
+def test_clipped_steps_and_norms_are_the_papers(recorded: Any, size: int) -> None:
     """This holds even if no parameter is left for the last rank's share."""
     assert RATE == toys.RATE
     for name in ENGINES[size][1]:
-        kind, engine = name.split(":")[0], told(size)[name]
+        kind, engine = name.split(":")[0], recorded(size)[name]
         taken = [(step, parts) for step, (parts, who) in enumerate(PLAN) if not who]
         weights = {n: w.double().numpy() for n, w in toys.drawn(kind).items()}
         sums = [[toys.gradient(kind, step, part, parts) for part in range(parts * size)] for step, parts in taken]
@@ -95,10 +95,10 @@ def test_clipped_steps_and_norms_are_the_papers(told: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", ENGINES)
-def test_an_overflow_moves_nothing_and_is_forgotten(told: Any, size: int) -> None:
+def test_an_overflow_moves_nothing_and_is_forgotten(recorded: Any, size: int) -> None:
     """This holds for any rank and any micro-batch: moments, step count and masters stay; the scale halves."""
     for name in (name for name in sum(ENGINES[size], []) if ":fp16:" in name):
-        states, results = told(size)[name]["states"], told(size)[name]["results"]
+        states, results = recorded(size)[name]["states"], recorded(size)[name]["results"]
         assert [applied for _, applied, *_ in results] == [not who for _, who in PLAN], name
         assert results[-1][2] == toys.SCALE / 2 ** sum(bool(who) for _, who in PLAN)
         skipped = [step for step, applied, *_ in results if not applied]
@@ -106,15 +106,15 @@ def test_an_overflow_moves_nothing_and_is_forgotten(told: Any, size: int) -> Non
 
 
 @pytest.mark.parametrize("size", ENGINES)
-def test_weights_are_the_rounding_of_the_masters_on_every_rank(told: Any, size: int) -> None:
+def test_weights_are_the_rounding_of_the_masters_on_every_rank(recorded: Any, size: int) -> None:
     """This holds at the start, after each step, taken or skipped, after a refill of the masters, and a step later."""
     for name in sum(ENGINES[size], []):
-        assert told(size)[name]["unrounded"] == [], name
-        assert told(size)[name]["left"] == [] or ":fp32:" in name, name  # no gradient is kept
+        assert recorded(size)[name]["unrounded"] == [], name
+        assert recorded(size)[name]["left"] == [] or ":fp32:" in name, name  # no gradient is kept
 
 
-def test_a_closed_engine_keeps_no_row(told: Any) -> None:
-    assert told(1)["alive"] == 0
+def test_a_closed_engine_keeps_no_row(recorded: Any) -> None:
+    assert recorded(1)["alive"] == 0
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -132,7 +132,7 @@ def as_nobody(folder: Path, code: str) -> str:
     return done.stdout
 
 
-def test_what_may_not_be_removed_is_told_and_the_rest_is_removed(tmp_path: Path) -> None:
+def test_what_may_not_be_removed_is_reported_and_the_rest_is_removed(tmp_path: Path) -> None:
     for step in range(10, 60, 10):
         (tmp_path / f"step-{step:08d}" / "part").mkdir(parents=True)
     (tmp_path / ".step-00000005.tmp" / "part").mkdir(parents=True)
@@ -145,8 +145,8 @@ def test_what_may_not_be_removed_is_told_and_the_rest_is_removed(tmp_path: Path)
     show = "for path, why in sorted(found.items()): print(why)"
     seen = as_nobody(tmp_path, f"found = stuck_saves(Path())\n{show}").splitlines()
     assert [line.split(":")[0] for line in seen] == [".step-00000005.tmp", "step-00000020"]
-    told = as_nobody(tmp_path, f"found = prune(Path(), CheckpointConfig(keep=2), 50)\n{show}").splitlines()
-    assert told == [
+    reported = as_nobody(tmp_path, f"found = prune(Path(), CheckpointConfig(keep=2), 50)\n{show}").splitlines()
+    assert reported == [
         ".step-00000005.tmp: Permission denied, for part in it",
         ".step-00000020.tmp: Permission denied, for part in it",
     ]
@@ -160,9 +160,9 @@ def test_a_folder_that_may_not_be_changed_fails_no_prune(tmp_path: Path) -> None
     for step in (10, 20):
         (tmp_path / f"step-{step:08d}").mkdir()
     tmp_path.chmod(0o555)
-    told = as_nobody(tmp_path, "print(*prune(Path(), CheckpointConfig(keep=1), 20).values())")
+    reported = as_nobody(tmp_path, "print(*prune(Path(), CheckpointConfig(keep=1), 20).values())")
     tmp_path.chmod(0o755)
-    assert told == "step-00000010: Permission denied\n"
+    assert reported == "step-00000010: Permission denied\n"
 
 
 # ---- names -----------------------------------------------------------------------------------------------------

@@ -252,7 +252,7 @@ def test_damage_ahead_of_training_reaches_the_training_thread(own_shards: Path) 
             next(steps)
 
 
-def test_all_missing_and_cut_shards_are_told_at_once(own_shards: Path) -> None:
+def test_all_missing_and_cut_shards_are_reported_at_once(own_shards: Path) -> None:
     assert Loader(own_shards, load_manifest(own_shards), 0, 1).problems() == []
     (own_shards / "shard-00001.tar").unlink()
     (own_shards / "shard-00003.idx.npy").unlink()

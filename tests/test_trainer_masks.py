@@ -21,7 +21,7 @@ from data_prep.vocab import train_tokenizer
 from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order
 from trainer.errors import TrainerError
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 UNITS = ("token", "word", "ngram", "span")
 DEVIATIONS = 5  # that a measured mean may be off: by chance once in 1.7 million times
@@ -43,7 +43,7 @@ def shards_of(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_each_epoch_masks_each_sample_anew(shards_of: Callable[[str], Path], unit: str) -> None:
+def test_each_epoch_masks_each_sample_again(shards_of: Callable[[str], Path], unit: str) -> None:
     folder = shards_of(unit)
     order, masks = order_of(folder), masks_of(folder)
     shards = raw_shards(folder)
@@ -86,24 +86,24 @@ def test_rates_are_those_of_the_static_masks(shards_of: Callable[[str], Path], u
     folder, epochs = shards_of(unit), 8
     order, masks = order_of(folder), masks_of(folder)
     loader = Loader(folder, load_manifest(folder), 0, 1, masks)
-    figures = np.zeros((order.samples, 4))
+    counts = np.zeros((order.samples, 4))
     for epoch in range(epochs):
         read = samples_of([loader.read(order, epoch * order.samples, order.samples, 3)])
         for (_, sample), (shard, row) in zip(
             read, order.take(epoch * order.samples, order.samples).tolist(), strict=True
         ):
-            figures[64 * shard + row] += figures_of(sample, masks.vocabulary.mask)
-    static = np.array([figures_of(raw, masks.vocabulary.mask) for shard in raw_shards(folder) for raw in shard])
-    difference = figures / epochs - static
+            counts[64 * shard + row] += counts_of(sample, masks.vocabulary.mask)
+    static = np.array([counts_of(raw, masks.vocabulary.mask) for shard in raw_shards(folder) for raw in shard])
+    difference = counts / epochs - static
     assert np.all(np.abs(difference.mean(axis=0)) <= DEVIATIONS * difference.std(axis=0) / order.samples**0.5)
     assert difference.std(axis=0)[1:].min() > 0.1  # it could have failed
     by_chance = 0.1 / len(masks.vocabulary.ordinary)  # a random token may be the old one
     shares = np.array([0.8, 0.1 - by_chance, 0.1 + by_chance])  # [MASK], another one, the old one
-    off = figures[:, 1:] - figures[:, :1] * shares
+    off = counts[:, 1:] - counts[:, :1] * shares
     assert np.all(np.abs(off.mean(axis=0)) <= DEVIATIONS * off.std(axis=0) / order.samples**0.5)
 
 
-def figures_of(sample: Raw, mask: int) -> list[int]:
+def counts_of(sample: Raw, mask: int) -> list[int]:
     """Targets, and how many of them became [MASK], became another token, and stayed."""
     masked = sum(there == mask for _, there in sample.masks)
     stayed = sum(there == sample.ids[place] for place, there in sample.masks)
@@ -133,9 +133,9 @@ def train(shards: Path, folder: Path, size: int) -> tuple[list[list[tuple[int, i
     options = ("--config", str(config), "--set", "phases.0.masks=dynamic", "--set", f"run.folder={folder / 'run'}")
     ended = ranks.finish(ranks.fork(size, "tests/trainer_on_ranks.py", str(folder), "[]", *options))
     assert [code for code, _ in ended] == [0] * size, ended
-    told = [read_lines(path) for path in sorted(folder.glob("samples-*.jsonl"))]
-    assert len(told) == size
-    steps = list(zip(*told, strict=True))  # of all ranks
+    records = [read_lines(path) for path in sorted(folder.glob("samples-*.jsonl"))]
+    assert len(records) == size
+    steps = list(zip(*records, strict=True))  # of all ranks
     targets = [{note["targets"] for note in step} for step in steps]
     assert targets == [{sum(note["own_targets"] for note in step)} for step in steps]
     samples = [sorted((number, crc) for note in step for number, crc in note["samples"]) for step in steps]

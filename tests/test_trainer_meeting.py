@@ -21,7 +21,7 @@ from runs import wait_for, write_config
 from trainer.errors import TrainerError
 from trainer.ranks.meeting import Account, Meeting, differences, meet, numbers, refusals
 from trainer.ranks.world import nccl_reason
-from trainer.run.facts import code
+from trainer.run.rank_agreement import code
 
 pytestmark = pytest.mark.slow
 
@@ -119,20 +119,20 @@ def test_a_rank_that_does_not_come_is_named(start: Callable[..., ranks.Forked]) 
 
 
 def test_ranks_of_two_runs_are_refused_on_both(start: Callable[..., ranks.Forked]) -> None:
-    (first, told), (second, silent) = ranks.finish([start(0, 60, "2.13.0"), start(1, 60, "2.11.0")])
+    (first, first_output), (second, silent) = ranks.finish([start(0, 60, "2.13.0"), start(1, 60, "2.11.0")])
     assert (first, second) == (2, 2)
     host = os.uname().nodename
-    assert told == (
+    assert first_output == (
         f"error: torch is 2.13.0 on rank 0 ({host}), 2.11.0 on rank 1 ({host}): make it the same on all ranks\n"
     )
     assert silent == "error: \n"
 
 
 def test_a_setting_that_one_rank_lacks_is_named_by_the_first(start: Callable[..., ranks.Forked]) -> None:
-    (first, told), (second, silent) = ranks.finish([start(0, 60, GLOO_TEST="a b 'c'"), start(1, 60)])
+    (first, first_output), (second, silent) = ranks.finish([start(0, 60, GLOO_TEST="a b 'c'"), start(1, 60)])
     host = os.uname().nodename
     assert (first, second, silent) == (0, 0, "[]\n")
-    assert told.strip() == str([f"GLOO_TEST is a b 'c' on rank 0 ({host}), not set on rank 1 ({host})"])
+    assert first_output.strip() == str([f"GLOO_TEST is a b 'c' on rank 0 ({host}), not set on rank 1 ({host})"])
 
 
 def test_an_earlier_attempt_that_holds_the_place_is_not_joined() -> None:
@@ -149,7 +149,7 @@ def test_the_code_is_told_apart_by_every_file(tmp_path: Path, monkeypatch: pytes
     for package in ("data_prep", "kernels", "trainer"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "a.py").write_text("x = 1\n")
-    monkeypatch.setattr("trainer.run.facts.ROOT", tmp_path)
+    monkeypatch.setattr("trainer.run.rank_agreement.ROOT", tmp_path)
     before = code()
     (tmp_path / "kernels" / "a.py").write_text("x = 2\n")
     changed = code()
@@ -168,13 +168,13 @@ def test_runs_that_differ_in_their_configuration_are_refused_before_they_train(
         config: dict[str, Any] = {"run": {"seed": rank, "folder": str(tmp_path / "run")}}
         path = write_config(folder, tiny_shards, 4, **config)
         processes.append(ranks.fork_one(rank, 2, port, "trainer/__main__.py", "--config", str(path)))
-    (first, told), (second, silent) = ranks.finish(processes)
+    (first, first_output), (second, silent) = ranks.finish(processes)
     assert (first, second) == (2, 2)
-    assert "error: the configuration is " in told and "make it the same on all ranks" in told
+    assert "error: the configuration is " in first_output and "make it the same on all ranks" in first_output
     assert "error" not in silent and not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_is_lost_is_told_with_step_and_operation(tiny_shards: Path, tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_is_reported_with_step_and_operation(tiny_shards: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path, tiny_shards, 1_000_000)
     forked = ranks.fork(2, "trainer/__main__.py", "--config", str(path))
     wait_for(lambda: "loss" in forked[0].log.read_text(), *forked)

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ranks import free_port
 
 from trainer.checkpoint.saving import Saved
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.data.collate import filler
 from trainer.data.loader import StepBatch
 from trainer.engine.engine import StepResult
@@ -33,8 +33,8 @@ from trainer.model.batch import GlobalCounts
 from trainer.model.bert import ModelConfig
 from trainer.model.flops import model_flops, peak_flops
 from trainer.monitor.exporter import NODE_SERIES, RUN_SERIES, STATES, Exporter
-from trainer.monitor.journal import PARTS, SPENT, read_lines
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
+from trainer.monitor.metrics_log import STEP_PARTS, TIME_STATES, read_lines
 from trainer.monitor.plateau import BLOCK, LEARNING, PATIENCE, Baseline
 from trainer.ranks.world import World
 
@@ -146,16 +146,16 @@ def test_a_step_is_written_as_means_over_the_global_batch(tmp_path: Path) -> Non
     assert first["applied"] and not first["clipped"] and first["wait_seconds"] == 0.25 and first["seconds"] > 0
 
 
-def test_data_without_pairs_have_no_figures_of_a_second_task(
+def test_data_without_pairs_have_no_metrics_of_a_second_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, single = metrics(tmp_path, replace(QUIET, print_seconds=0)), replace(COUNTS, pairs=0)
-    state = train(told, 5)
-    state = train(told, 5, state, counts=single)  # a window over two phases
-    assert value(told, "accuracy_ratio", task="nsp", split="train") == 0.75
-    told.heldout(state, {"mlm_loss": 3.5, "mlm_accuracy": 0.3})
-    train(told, 10, state, counts=single)
-    assert {labels for name, labels in scrape(told) if name in ("lambert_loss", "lambert_accuracy_ratio")} == {
+    run, single = metrics(tmp_path, replace(QUIET, print_seconds=0)), replace(COUNTS, pairs=0)
+    state = train(run, 5)
+    state = train(run, 5, state, counts=single)  # a window over two phases
+    assert value(run, "accuracy_ratio", task="nsp", split="train") == 0.75
+    run.heldout(state, {"mlm_loss": 3.5, "mlm_accuracy": 0.3})
+    train(run, 10, state, counts=single)
+    assert {labels for name, labels in scrape(run) if name in ("lambert_loss", "lambert_accuracy_ratio")} == {
         frozenset({"run": "tests", "task": "mlm", "split": split}.items()) for split in ("train", "heldout")
     }
     steps = lines(tmp_path, "step")
@@ -169,25 +169,25 @@ def test_data_without_pairs_have_no_figures_of_a_second_task(
 def test_ranks_talk_only_when_it_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     talks: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "all_reduce", talks.append)
-    told = metrics(tmp_path)
-    state = train(told, 9)
+    run = metrics(tmp_path)
+    state = train(run, 9)
     assert not talks and not lines(tmp_path, "step")
-    train(told, 12, state)
+    train(run, 12, state)
     assert len(talks) == 2 and len(lines(tmp_path, "step")) == 20
-    told.flush()
-    told.flush()
+    run.flush()
+    run.flush()
     assert len(talks) == 3 and len(lines(tmp_path, "step")) == 21
 
 
 def test_a_skipped_step_is_counted_as_skipped_alone(tmp_path: Path) -> None:
-    told = metrics(tmp_path)
-    state = train(told, 3)
-    state = train(told, 2, state, mlm=math.nan, norm=math.inf, applied=False)
-    train(told, 5, state)
-    assert (value(told, "steps_total"), value(told, "skipped_steps_total")) == (8, 2)
-    assert (value(told, "samples_total"), value(told, "tokens_total", kind="valid")) == (64, 2400)
-    assert value(told, "targets_total") == 320 and value(told, "nonfinite_total", where="loss") == 0
-    assert (value(told, "step"), value(told, "step_duration_seconds_count")) == (8, 10)
+    run = metrics(tmp_path)
+    state = train(run, 3)
+    state = train(run, 2, state, mlm=math.nan, norm=math.inf, applied=False)
+    train(run, 5, state)
+    assert (value(run, "steps_total"), value(run, "skipped_steps_total")) == (8, 2)
+    assert (value(run, "samples_total"), value(run, "tokens_total", kind="valid")) == (64, 2400)
+    assert value(run, "targets_total") == 320 and value(run, "nonfinite_total", where="loss") == 0
+    assert (value(run, "step"), value(run, "step_duration_seconds_count")) == (8, 10)
     skipped = lines(tmp_path, "step")[3]
     assert skipped["applied"] is False and skipped["gradient_norm"] is skipped["mlm_loss"] is None
 
@@ -205,8 +205,8 @@ def test_a_plateau_is_told_once_and_again_when_it_is_left(tmp_path: Path, capsys
     state = train(running, 20, state, variance=0.08, applied=False)
     state = train(running, 3 * BLOCK * LEARNING, state, mlm=80.0)
     assert value(running, "plateau") == 0.0
-    told = [line for line in capsys.readouterr().out.splitlines() if "plateau" in line]
-    assert [line.split("  ")[1].split(":")[0] for line in told] == [
+    run = [line for line in capsys.readouterr().out.splitlines() if "plateau" in line]
+    assert [line.split("  ")[1].split(":")[0] for line in run] == [
         "warning",
         "left the unigram plateau (MLM loss 2.00, word frequencies alone 2.50, variance over tokens 75.0%)",
     ]
@@ -231,59 +231,59 @@ def test_a_resumed_run_does_not_warn_again(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("broken", [{"mlm": math.nan}, {"mlm": math.inf}, {"norm": math.nan}, {"norm": math.inf}])
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, broken: dict[str, float]) -> None:
-    told = metrics(tmp_path)
-    state = train(told, 4)
-    state = train(told, 1, state, **broken)
+    run = metrics(tmp_path)
+    state = train(run, 4)
+    state = train(run, 1, state, **broken)
     with pytest.raises(TrainerError, match=r"^step 5: loss .* training diverged; lower the learning rate .*"):
-        train(told, 5, state)
+        train(run, 5, state)
     assert len(lines(tmp_path, "step")) == 10  # what led there is on disk
     where = "loss" if "mlm" in broken else "gradient"
-    assert value(told, "nonfinite_total", where=where) == 1 and value(told, "steps_total") == 10
+    assert value(run, "nonfinite_total", where=where) == 1 and value(run, "steps_total") == 10
 
 
 # ---- what is exported ----------------------------------------------------------------------------------------
 
 
-def test_figures_are_those_of_the_last_logged_steps(tmp_path: Path) -> None:
-    told = metrics(tmp_path)
-    state = train(told, 10)
-    train(told, 10, state, mlm=60.0)
-    assert value(told, "loss", task="mlm", split="train") == pytest.approx(1.5)
-    assert value(told, "loss", task="nsp", split="train") == pytest.approx(0.5)
-    assert value(told, "accuracy_ratio", task="nsp", split="train") == pytest.approx(0.75)
-    assert value(told, "trust_ratio", statistic="max") == 3
-    assert value(told, "model_flops_total") == 20 * model_flops(TINY, COUNTS)
-    assert (value(told, "target_steps"), value(told, "loss_scale"), value(told, "gradient_norm")) == (1000, 64, 2)
+def test_metrics_are_those_of_the_last_logged_steps(tmp_path: Path) -> None:
+    run = metrics(tmp_path)
+    state = train(run, 10)
+    train(run, 10, state, mlm=60.0)
+    assert value(run, "loss", task="mlm", split="train") == pytest.approx(1.5)
+    assert value(run, "loss", task="nsp", split="train") == pytest.approx(0.5)
+    assert value(run, "accuracy_ratio", task="nsp", split="train") == pytest.approx(0.75)
+    assert value(run, "trust_ratio", statistic="max") == 3
+    assert value(run, "model_flops_total") == 20 * model_flops(TINY, COUNTS)
+    assert (value(run, "target_steps"), value(run, "loss_scale"), value(run, "gradient_norm")) == (1000, 64, 2)
 
 
 def test_a_resumed_run_shows_its_progress_before_its_first_step(tmp_path: Path) -> None:
-    told = metrics(tmp_path)
-    assert not any(name == "lambert_step" for name, _ in scrape(told))  # not 0: it is not known yet
-    told.describe(TrainState(attempts=9, step=8, phase=1, restarts=2), {"device": "cpu", "precision": "fp32"})
-    assert [value(told, name) for name in ("step", "phase", "restarts")] == [8, 1, 0]
+    run = metrics(tmp_path)
+    assert not any(name == "lambert_step" for name, _ in scrape(run))  # not 0: it is not known yet
+    run.describe(TrainState(attempts=9, step=8, phase=1, restarts=2), {"device": "cpu", "precision": "fp32"})
+    assert [value(run, name) for name in ("step", "phase", "restarts")] == [8, 1, 0]
     again = metrics(tmp_path)  # a loop of those that die before they step must show, too
     assert value(again, "restarts") == 1 == lines(tmp_path, "attempt")[1]["restarts"]
-    assert value(told, "last_step_timestamp_seconds") > 1.6e9  # an age against 0 would be 50 years
-    assert value(told, "run_info", device="cpu", precision="fp32") == 1
+    assert value(run, "last_step_timestamp_seconds") > 1.6e9  # an age against 0 would be 50 years
+    assert value(run, "run_info", device="cpu", precision="fp32") == 1
     assert [line["event"] for line in lines(tmp_path)[:2]] == ["attempt", "start"]
     assert lines(tmp_path, "start")[0]["hardware"] == "cpu"  # of a GPU, its model
-    assert value(told, "checkpoint_step") == 8
+    assert value(run, "checkpoint_step") == 8
 
 
-def test_heldout_figures_and_checkpoints_are_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told, state = metrics(tmp_path), TrainState(step=7)
-    figures = {"mlm_loss": 3.5, "mlm_accuracy": 0.3, "nsp_loss": 0.6, "nsp_accuracy": 0.7, "mask_loss": 4.5}
-    told.heldout(state, figures)
-    assert value(told, "loss", task="mask", split="heldout") == 4.5  # on the positions of [MASK] alone
-    assert value(told, "loss", task="mlm", split="heldout") == 3.5
-    assert value(told, "accuracy_ratio", task="nsp", split="heldout") == 0.7
-    told.checkpoint(WHOLE)
-    assert (value(told, "checkpoint_size_bytes"), value(told, "checkpoint_duration_seconds")) == (1000, 1.5)
-    assert value(told, "checkpoint_last_success_timestamp_seconds") == 1.7e9
+def test_heldout_metrics_and_checkpoints_are_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, state = metrics(tmp_path), TrainState(step=7)
+    values = {"mlm_loss": 3.5, "mlm_accuracy": 0.3, "nsp_loss": 0.6, "nsp_accuracy": 0.7, "mask_loss": 4.5}
+    run.heldout(state, values)
+    assert value(run, "loss", task="mask", split="heldout") == 4.5  # on the positions of [MASK] alone
+    assert value(run, "loss", task="mlm", split="heldout") == 3.5
+    assert value(run, "accuracy_ratio", task="nsp", split="heldout") == 0.7
+    run.checkpoint(WHOLE)
+    assert (value(run, "checkpoint_size_bytes"), value(run, "checkpoint_duration_seconds")) == (1000, 1.5)
+    assert value(run, "checkpoint_last_success_timestamp_seconds") == 1.7e9
     [_, heldout, checkpoint] = lines(tmp_path)
     assert (heldout["event"], heldout["step"], heldout["mlm_loss"]) == ("heldout", 7, 3.5)
-    figures = {"step": 7, "seconds": 1.5, "stall_seconds": 0.5, "bytes": 1000, "time": 1.7e9}
-    assert checkpoint == {"event": "checkpoint", **figures}
+    values = {"step": 7, "seconds": 1.5, "stall_seconds": 0.5, "bytes": 1000, "time": 1.7e9}
+    assert checkpoint == {"event": "checkpoint", **values}
     assert "step 7/1000  held-out mlm_loss 3.500" in capsys.readouterr().out
 
 
@@ -291,21 +291,21 @@ def test_the_time_left_is_that_of_the_samples_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two steps of 8 samples took 4 s each: the other 8,000 samples take 4,000 s, and another phase 100 s."""
-    told = metrics(tmp_path, replace(QUIET, log_every_steps=2, print_seconds=0))
-    told.subject = replace(told.subject, target_steps=12, remaining=lambda state: (8016 - state.samples, 100.0))
+    run = metrics(tmp_path, replace(QUIET, log_every_steps=2, print_seconds=0))
+    run.subject = replace(run.subject, target_steps=12, remaining=lambda state: (8016 - state.samples, 100.0))
     clock = iter([4.0, 8.0, 8.0])
-    told._clock = 0.0
+    run._clock = 0.0
     monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(clock))
-    train(told, 2)
+    train(run, 2)
     assert "left 68:20" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_failed_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = metrics(tmp_path)
-    told.checkpoint(WHOLE)
-    told.checkpoint(replace(WHOLE, step=8, failure="rank 3: no room", ended=1.8e9, leftover=""))
-    assert value(told, "checkpoint_failures_total") == 1 and value(told, "checkpoint_stall_seconds_total") == 1.0
-    assert value(told, "checkpoint_last_success_timestamp_seconds") == 1.7e9
+def test_a_checkpoint_that_failed_is_counted_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = metrics(tmp_path)
+    run.checkpoint(WHOLE)
+    run.checkpoint(replace(WHOLE, step=8, failure="rank 3: no room", ended=1.8e9, leftover=""))
+    assert value(run, "checkpoint_failures_total") == 1 and value(run, "checkpoint_stall_seconds_total") == 1.0
+    assert value(run, "checkpoint_last_success_timestamp_seconds") == 1.7e9
     assert lines(tmp_path, "checkpoint_failed")[0]["reason"] == "rank 3: no room"
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
@@ -315,26 +315,26 @@ def test_a_checkpoint_that_failed_is_counted_and_told(tmp_path: Path, capsys: py
 
 
 def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = metrics(tmp_path)
-    state = train(told, 10)
+    run = metrics(tmp_path)
+    state = train(run, 10)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 100, unlimited[1]))
     try:
-        state = train(told, 20, state)
+        state = train(run, 20, state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    train(told, 10, state)
+    train(run, 10, state)
     assert capsys.readouterr().out.count("metrics.jsonl: losing lines until it can be written again: ") == 1
     steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl") if line["event"] == "step"]
     assert steps == [*range(1, 11), *range(31, 41)]
 
 
 def test_the_number_of_series_does_not_grow(tmp_path: Path) -> None:
-    told = metrics(tmp_path)
-    state = train(told, 10)
-    early = set(scrape(told))
-    train(told, 190, state)
-    assert set(scrape(told)) == early
+    run = metrics(tmp_path)
+    state = train(run, 10)
+    early = set(scrape(run))
+    train(run, 190, state)
+    assert set(scrape(run)) == early
 
 
 def test_every_second_is_spent_on_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,25 +342,27 @@ def test_every_second_is_spent_on_something(tmp_path: Path, monkeypatch: pytest.
     write_steps(tmp_path, 2)
     clock = iter([0.0, 5.0, 6.0, 100.0, 103.0, 200.0, 202.0])
     monkeypatch.setattr("trainer.monitor.metrics.time.perf_counter", lambda: next(clock))
-    told = metrics(tmp_path, replace(QUIET, log_every_steps=1000))
-    told.describe(TrainState(step=1), {})
-    state = train(told, 1, TrainState(step=1))
-    told.heldout(state, dict.fromkeys(("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"), 0.0))
-    state = train(told, 1, state)
-    told.spend("checkpoint")
-    train(told, 1, state, applied=False)
+    run = metrics(tmp_path, replace(QUIET, log_every_steps=1000))
+    run.describe(TrainState(step=1), {})
+    state = train(run, 1, TrainState(step=1))
+    run.heldout(state, dict.fromkeys(("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy"), 0.0))
+    state = train(run, 1, state)
+    run.spend("checkpoint")
+    train(run, 1, state, applied=False)
     monkeypatch.undo()
-    told.flush()
+    run.flush()
     assert [line["seconds"] for line in lines(tmp_path, "step")[2:]] == [1.0, 3.0, 2.0]
     spent = {"start": 5, "rework": 0.75, "productive": 2.75, "skipped": 1.75, "data": 0.75}
     spent |= {"evaluation": 94, "checkpoint": 97}
-    assert lines(tmp_path, "time")[-1]["spent"] == spent and sum(spent.values()) == 202 and set(spent) == set(SPENT)
-    assert {state: value(told, "time_seconds_total", state=state) for state in SPENT} == spent
-    assert value(told, "rolled_back_steps") == 1 == lines(tmp_path, "start")[0]["rolled_back"]
+    assert (
+        lines(tmp_path, "time")[-1]["spent"] == spent and sum(spent.values()) == 202 and set(spent) == set(TIME_STATES)
+    )
+    assert {state: value(run, "time_seconds_total", state=state) for state in TIME_STATES} == spent
+    assert value(run, "rolled_back_steps") == 1 == lines(tmp_path, "start")[0]["rolled_back"]
 
 
 def write_steps(folder: Path, steps: int) -> None:
-    """A journal of an earlier start."""
+    """A metrics log of an earlier start."""
     text = "".join(json.dumps({"event": "step", "step": step + 1}) + "\n" for step in range(steps))
     (folder / "metrics.jsonl").write_text(text)
 
@@ -369,49 +371,47 @@ def test_what_ranks_tell_is_a_step_on_the_average(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         "trainer.monitor.metrics.time.perf_counter", iter(range(1000)).__next__
     )  # a step takes a second
-    told = metrics(tmp_path)
-    told.describe(TrainState(), {})
-    assert value(told, "step_part_seconds_total", rank="0", part="reduce") == 0  # counters are there before they count
-    monkeypatch.setattr(
-        told.watch, "read", lambda: {"forward": 10.0, "backward": 20.0, "reduce": 5.0, "optimizer": 1.0}
-    )
-    train(told, 10)
+    run = metrics(tmp_path)
+    run.describe(TrainState(), {})
+    assert value(run, "step_part_seconds_total", rank="0", part="reduce") == 0  # counters are there before they count
+    monkeypatch.setattr(run.watch, "read", lambda: {"forward": 10.0, "backward": 20.0, "reduce": 5.0, "optimizer": 1.0})
+    train(run, 10)
     note = lines(tmp_path, "ranks")[0]
     assert note["parts"] == {"data": 0.25, "forward": 1.0, "backward": 2.0, "reduce": 0.5, "optimizer": 0.1}
     assert note["compute"] == pytest.approx([3.35] * 3) and note["slowest"] == 0 and note["step"] == 10
-    exported = {part: value(told, "step_part_seconds_total", rank="0", part=part) for part in PARTS}
+    exported = {part: value(run, "step_part_seconds_total", rank="0", part=part) for part in STEP_PARTS}
     assert exported == {part: 10 * seconds for part, seconds in note["parts"].items()}
-    assert value(told, "memory_peak_bytes", rank="0") == note["memory_peak_bytes"] > 1e7
+    assert value(run, "memory_peak_bytes", rank="0") == note["memory_peak_bytes"] > 1e7
     facts = {"node": socket.gethostname(), "device": "cpu", "gpu_uuid": ""}
-    assert value(told, "rank_info", rank="0", **facts) == 1
+    assert value(run, "rank_info", rank="0", **facts) == 1
 
 
 def test_tokens_that_nobody_needs_are_counted_apart(tmp_path: Path) -> None:
-    told = metrics(tmp_path)
+    run = metrics(tmp_path)
     batch = StepBatch(0, 8, (filler(2, 3), filler(2, 3)), COUNTS)
     batch = replace(batch, counts=replace(COUNTS, tokens=0))
     state = TrainState()
     for _ in range(10):
         state = state.after(batch, True)
-        told.step(state, batch, result(), 1e-3)
-    assert value(told, "tokens_total", kind="padding") == 60 and value(told, "tokens_total", kind="valid") == 0
+        run.step(state, batch, result(), 1e-3)
+    assert value(run, "tokens_total", kind="padding") == 60 and value(run, "tokens_total", kind="valid") == 0
 
 
 def test_clipped_steps_are_counted(tmp_path: Path) -> None:
-    told = metrics(tmp_path)
-    state = train(told, 4, norm=5.5)
-    state = train(told, 4, state, norm=4.5)
-    train(told, 2, state, norm=math.inf, applied=False)
-    assert value(told, "clipped_steps_total") == 4
+    run = metrics(tmp_path)
+    state = train(run, 4, norm=5.5)
+    state = train(run, 4, state, norm=4.5)
+    train(run, 2, state, norm=math.inf, applied=False)
+    assert value(run, "clipped_steps_total") == 4
     assert [line["clipped"] for line in lines(tmp_path, "step")] == 4 * [True] + 6 * [False]
 
 
 @pytest.mark.parametrize("how", STATES[2:])
-def test_an_end_is_told_and_read_before_the_endpoint_goes(tmp_path: Path, how: str) -> None:
+def test_an_end_is_reported_and_read_before_the_endpoint_goes(tmp_path: Path, how: str) -> None:
     port = free_port()
-    told = metrics(tmp_path, replace(QUIET, port=port, address="127.0.0.1", linger_seconds=60.0))
-    told.describe(TrainState(), {})
-    assert value(told, "run_state", state="training") == 1 and value(told, "ended_timestamp_seconds") == 0
+    run = metrics(tmp_path, replace(QUIET, port=port, address="127.0.0.1", linger_seconds=60.0))
+    run.describe(TrainState(), {})
+    assert value(run, "run_state", state="training") == 1 and value(run, "ended_timestamp_seconds") == 0
     seen: list[str] = []
 
     def prometheus() -> None:
@@ -424,20 +424,20 @@ def test_an_end_is_told_and_read_before_the_endpoint_goes(tmp_path: Path, how: s
     thread.start()
     while not seen:
         time.sleep(0.01)
-    told.end(how, NotFiniteError("the gradients are not finite") if how == "failed" else None)
-    told.linger()
+    run.end(how, NotFiniteError("the gradients are not finite") if how == "failed" else None)
+    run.linger()
     thread.join(timeout=5)
     assert not thread.is_alive()
-    assert value(told, "ended_timestamp_seconds") == lines(tmp_path, "end")[0]["time"] > 1.6e9
-    assert [value(told, "run_state", state=state) for state in STATES] == [state == how for state in STATES]
-    assert value(told, "nonfinite_total", where="gradient") == (how == "failed")
+    assert value(run, "ended_timestamp_seconds") == lines(tmp_path, "end")[0]["time"] > 1.6e9
+    assert [value(run, "run_state", state=state) for state in STATES] == [state == how for state in STATES]
+    assert value(run, "nonfinite_total", where="gradient") == (how == "failed")
 
 
 def test_nobody_is_waited_for_who_never_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = metrics(tmp_path)
+    run = metrics(tmp_path)
     monkeypatch.setattr(threading.Event, "wait", lambda *arguments: pytest.fail("waited"))
-    told.end("done")
-    told.linger()
+    run.end("done")
+    run.linger()
     assert lines(tmp_path, "end")[0]["how"] == "done"
 
 
@@ -491,8 +491,8 @@ def test_series_belong_to_the_run_or_to_a_node() -> None:
 
 def test_it_is_served_and_a_taken_port_is_one_line(tmp_path: Path) -> None:
     config = replace(QUIET, port=free_port(), address="127.0.0.1")
-    told = metrics(tmp_path, config)
-    train(told, 10)
+    run = metrics(tmp_path, config)
+    train(run, 10)
     with urllib.request.urlopen(f"http://127.0.0.1:{config.port}/metrics", timeout=5) as page:
         assert 'lambert_step{run="tests"} 10.0' in page.read().decode().splitlines()
     with pytest.raises(TrainerError, match=f"metrics.port {config.port} on 127.0.0.1 cannot be opened") as error:

@@ -13,7 +13,7 @@ import ranks
 from runs import lines, wait_for, write_config
 
 from trainer.checkpoint import reading as checkpoint
-from trainer.checkpoint.state import TrainState, state_of
+from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.engine.schedule import BatchStage, Phase, batch_at, learning_rate, resolve
 from trainer.exits import DONE, STOPPED
 
@@ -110,10 +110,10 @@ def test_a_run_ends_after_its_minutes_with_a_checkpoint_and_an_evaluation(tiny_s
     assert elapsed(run, last) - 3000 < 1000 * sum(line["seconds"] for line in taken[-6:])  # it ends when it is over
     rates = [(tmp_path / f"rates-{rank}.txt").read_text().split() for rank in (0, 1)]
     assert rates[0] == rates[1] == [str(line["learning_rate"]) for line in taken]
-    told = [float(rate) for rate in rates[0]]
-    peak = told.index(max(told))
-    assert told[:peak] == sorted(told[:peak]) and told[peak:] == sorted(told[peak:], reverse=True)
-    assert told[0] == 0 and max(told) > 0.005 and told[-1] < 0.002
+    reported = [float(rate) for rate in rates[0]]
+    peak = reported.index(max(reported))
+    assert reported[:peak] == sorted(reported[:peak]) and reported[peak:] == sorted(reported[peak:], reverse=True)
+    assert reported[0] == 0 and max(reported) > 0.005 and reported[-1] < 0.002
     assert "/" not in said.split("lambert: step ")[1].split("loss")[0]  # no number of steps is known
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForPreTraining, BertModel, MegatronBertConfig, MegatronBertForPreTraining
 
 from kernels import backend, dropout
-from trainer.convert.folder import TOLERANCE, padded_logits, random_batch, read_folder
+from trainer.convert.folder import LOGIT_TOLERANCE, padded_logits, random_batch, read_folder
 from trainer.convert.hugging_face import from_hugging_face
 from trainer.model.batch import IGNORED, MicroBatch
 from trainer.model.bert import VOCAB_MULTIPLE, Bert, ModelConfig
@@ -95,7 +95,7 @@ def test_imported_weights_give_transformers_logits(model: ModelConfig, gelu: str
     for seed in range(4):
         batch = random_batch(model, seed)
         for mine, his in zip(ours.logits(batch), padded_logits(theirs, batch), strict=True):
-            assert float((mine - his).abs().max() / his.abs().max()) < TOLERANCE
+            assert float((mine - his).abs().max() / his.abs().max()) < LOGIT_TOLERANCE
 
 
 @BOTH
@@ -150,7 +150,7 @@ def test_a_published_model_gives_the_same_hidden_states(capsys: pytest.CaptureFi
     segments = torch.zeros_like(tokens).masked_scatter(present, batch.segments)
     out = theirs(input_ids=tokens, attention_mask=present.long(), token_type_ids=segments)
     expected = out.last_hidden_state[present]  # (T, D)
-    assert float((ours.encode(batch) - expected).abs().max() / expected.abs().max()) < TOLERANCE
+    assert float((ours.encode(batch) - expected).abs().max() / expected.abs().max()) < LOGIT_TOLERANCE
 
 
 # ---- what must not matter -------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
             assert abs(parameter.std().item() / 0.02 - 1) < 5 / (2 * parameter.numel()) ** 0.5, name
 
 
-def test_all_problems_of_a_configuration_are_told_at_once() -> None:
+def test_all_problems_of_a_configuration_are_reported_at_once() -> None:
     model = replace(TINY, hidden=15, layers=0, dropout=1.0, gelu="relu", layer_norm_eps=0.0)
     problems = model.problems()
     assert len(problems) == 5

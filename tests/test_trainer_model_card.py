@@ -16,7 +16,7 @@ from runs import write_config
 
 from data_prep.manifest import manifest_hash
 from trainer.checkpoint.reading import Checkpoint
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.convert.model_card import write_card
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
@@ -50,7 +50,7 @@ def found(tiny_shards: Path, tmp_path: Path) -> Checkpoint:
     return Checkpoint(tmp_path / "run" / "step-00000015", shapes, {}, record)
 
 
-def journal(folder: Path) -> None:
+def write_log(folder: Path) -> None:
     """Two attempts, of 4 ranks and of 2, for an hour each."""
     step = {"event": "step", "phase": 0, "samples": 1, "applied": True, "tokens": 300, "seconds": 0.5, "mlm_loss": 5.0}
     lines: list[dict[str, Any]] = []
@@ -88,11 +88,11 @@ def test_a_phase_that_ends_by_time_is_told_by_its_minutes(found: Checkpoint, tmp
     """Its evaluations name their phase, since nobody knows at which step it ends."""
     first, second = found.record["config"]["phases"]
     first |= {"minutes": 20.0, "warmup_minutes": 2.5, "steps": 0, "batch_warmup": []}
-    journal(found.folder.parent)
+    write_log(found.folder.parent)
     path = found.folder.parent / "metrics.jsonl"
-    told = [json.loads(line) for line in path.read_text().splitlines()]
-    told = [line | ({"phase": int(line["step"] > 11)} if line["event"] == "heldout" else {}) for line in told]
-    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    reported = [json.loads(line) for line in path.read_text().splitlines()]
+    reported = [line | ({"phase": int(line["step"] > 11)} if line["event"] == "heldout" else {}) for line in reported]
+    path.write_text("".join(json.dumps(line) + "\n" for line in reported))
     _, text = card(found, tmp_path / "out")
     assert "| only | 32 | 20 minutes | 30 | 0.01 | 2.5 minutes | polynomial, power 1 |" in text
     assert "| second | 16 | 5 of 10 |" in text
@@ -100,7 +100,7 @@ def test_a_phase_that_ends_by_time_is_told_by_its_minutes(found: Checkpoint, tmp
 
 
 def test_an_average_names_its_steps_and_claims_no_metrics(found: Checkpoint, tmp_path: Path) -> None:
-    journal(found.folder.parent)
+    write_log(found.folder.parent)
     (tmp_path / "out").mkdir()
     older = [replace(found, record={**found.record, "state": found.record["state"] | {"step": n}}) for n in (14, 1300)]
     write_card(tmp_path / "out", [found, *older], None, None)
@@ -111,8 +111,8 @@ def test_an_average_names_its_steps_and_claims_no_metrics(found: Checkpoint, tmp
     assert "Nothing is known about this model except what is stated above" in text
 
 
-def test_it_tells_data_recipe_figures_and_time(found: Checkpoint, tiny_shards: Path, tmp_path: Path) -> None:
-    journal(found.folder.parent)
+def test_it_tells_data_recipe_metrics_and_time(found: Checkpoint, tiny_shards: Path, tmp_path: Path) -> None:
+    write_log(found.folder.parent)
     front, text = card(found, tmp_path / "out", "apache-2.0", "en")
     assert front == {
         **{"license": "apache-2.0", "language": "en", "library_name": "transformers", "pipeline_tag": "fill-mask"},
@@ -171,7 +171,7 @@ def test_whatever_is_stated_is_text_in_the_front_matter(found: Checkpoint, tmp_p
     assert card(found, tmp_path / "unstated", None, "no")[0]["license"] is None
 
 
-def test_a_file_that_is_no_journal_is_one_line(found: Checkpoint, tmp_path: Path) -> None:
+def test_a_file_that_is_no_metrics_log_is_one_line(found: Checkpoint, tmp_path: Path) -> None:
     found.folder.parent.mkdir()
     (found.folder.parent / "metrics.jsonl").write_text('{"event": "heldout", "loss": 1}\n')
     with pytest.raises(TrainerError, match=r"metrics.jsonl contains an invalid record \(KeyError\('step'\)\)"):

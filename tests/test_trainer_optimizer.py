@@ -327,10 +327,10 @@ def test_every_stage_takes_the_papers_steps(
     options += (f"optimizer={optimizer}", f"steps={count}")
     ended = ranks.finish(ranks.fork(size, "tests/prescribed_on_ranks.py", str(out), stages, *options))
     assert {code for code, _ in ended} == {0}, "\n".join(output for _, output in ended)
-    told = torch.load(out, weights_only=True)
-    assert list(told) == [int(stage) for stage in stages.split(",")]
+    record = torch.load(out, weights_only=True)
+    assert list(record) == [int(stage) for stage in stages.split(",")]
     weights, norms = whole(optimizer, count)
-    for stage, found in told.items():
+    for stage, found in record.items():
         assert found["norms"] == pytest.approx(norms, rel=bound), stage
         for name, theirs in weights.items():
             error = float((found["weights"][name] - theirs).norm() / theirs.norm())
@@ -347,6 +347,6 @@ def test_the_gradients_are_those_of_plain_autograd(tmp_path: Path) -> None:
     expected = {name: p.grad for name, p in bare.named_parameters() if p.grad is not None}
     unread = torch.ones(model.vocab_size, dtype=torch.bool).index_fill(0, batch.tokens, False)
     assert unread.any() and bool(expected["token_table"][: model.vocab_size][unread].any(1).all())  # from the head
-    told = steps(tmp_path, 2, 3, 2, 1)["gradients"]
-    assert told.keys() == expected.keys()
-    assert largest_difference({name: g / (1 - 0.9) for name, g in told.items()}, expected) < 1e-5
+    taken = steps(tmp_path, 2, 3, 2, 1)["gradients"]
+    assert taken.keys() == expected.keys()
+    assert largest_difference({name: g / (1 - 0.9) for name, g in taken.items()}, expected) < 1e-5

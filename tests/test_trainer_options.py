@@ -23,7 +23,7 @@ from kernels import backend
 from trainer import export, fill_mask, weights
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.reading import part_name, tree_sha256
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.convert import weights as plain_weights
 from trainer.encode import __main__ as encode
 from trainer.errors import TrainerError
@@ -79,15 +79,15 @@ def command(name: str, run: Path, shards: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_checkpoint_that_is_passed_over_is_told(
+def test_a_checkpoint_that_is_passed_over_is_reported(
     name: str, run: Path, tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = Path(shutil.copytree(run, tmp_path / "run"))
     newest = Path(shutil.copytree(own / "step-00000001", own / "step-00000002"))
     (newest / part_name(0, 1)).unlink()
     assert command(name, own, tiny_shards) == 0
-    told = f"trainer.{name}: warning: not used: checkpoint {newest} is damaged: {part_name(0, 1)} is missing; "
-    assert capsys.readouterr().err.count(told + "using step-00000001 instead\n") == 1
+    expected = f"trainer.{name}: warning: not used: checkpoint {newest} is damaged: {part_name(0, 1)} is missing; "
+    assert capsys.readouterr().err.count(expected + "using step-00000001 instead\n") == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -118,8 +118,8 @@ def test_kernels_are_chosen_and_refused_before_anything_is_loaded(
 ) -> None:
     own = Path(shutil.copytree(run, tmp_path / "run"))
     assert command(name, own, tiny_shards, "--kernels", "torch") == 0
-    told = [] if name == "fill_mask" else [f"trainer.{name}: kernels: torch (requested)"]
-    assert [line for line in capsys.readouterr().err.splitlines() if "kernels:" in line] == told
+    expected = [] if name == "fill_mask" else [f"trainer.{name}: kernels: torch (requested)"]
+    assert [line for line in capsys.readouterr().err.splitlines() if "kernels:" in line] == expected
     monkeypatch.setattr(backend, "TRITON_MISSING", "ImportError: none\nhere")
     assert command(name, tmp_path / "none", tiny_shards, "--kernels", "triton") == 2
     [line] = capsys.readouterr().err.splitlines()

@@ -29,7 +29,7 @@ def test_each_epoch_reads_each_sample_exactly_once(order: Order) -> None:
 
 
 @given(ORDERS, st.integers(0, 200), st.lists(st.integers(0, 40), max_size=6))
-def test_pieces_equal_the_whole_over_borders_of_epochs(order: Order, position: int, counts: list[int]) -> None:
+def test_pieces_equal_the_whole_over_boundaries_of_epochs(order: Order, position: int, counts: list[int]) -> None:
     whole = order.take(position, sum(counts))
     at, pieces = position, [np.empty((0, 2), np.int64)]
     for count in counts:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.model.bert import ModelConfig
 from trainer.model.variance import token_moments, variance_share
 from trainer.monitor.plateau import BLOCK, LEARNING, PATIENCE, Baseline, Plateau, announcement, unigram_loss

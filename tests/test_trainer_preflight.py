@@ -122,13 +122,16 @@ def test_two_ranks_say_that_they_are_ready(tiny_shards: Path, tmp_path: Path) ->
     path = write_config(tmp_path, tiny_shards, 1200, run={"ranks": 2})
     grows = "phases.0.batch_warmup=[{steps: 100, global_batch: 10}, {steps: 50, global_batch: 20}]"
     options = ("--config", str(path), "--set", grows)
-    (first, told), (second, _) = ranks.finish(ranks.fork(2, "trainer/preflight.py", *options))
-    assert (first, second) == (0, 0), told
-    assert "2 rank(s) met in " in told and "ranks 0 and 1: " in told
+    (first, first_output), (second, _) = ranks.finish(ranks.fork(2, "trainer/preflight.py", *options))
+    assert (first, second) == (0, 0), first_output
+    assert "2 rank(s) met in " in first_output and "ranks 0 and 1: " in first_output
     stages = "100 steps of 10, then 50 steps of 20, then 30 per step"
-    assert f"phase only: 1,200 steps, 33,500 samples: {stages}\n" in told
-    assert "is written by rank 0 and seen by every node" in told and "all-reduce of 64 MiB over gloo: " in told
-    assert told.splitlines()[-1] == "lambert: ready"
+    assert f"phase only: 1,200 steps, 33,500 samples: {stages}\n" in first_output
+    assert (
+        "is written by rank 0 and seen by every node" in first_output
+        and "all-reduce of 64 MiB over gloo: " in first_output
+    )
+    assert first_output.splitlines()[-1] == "lambert: ready"
     assert not (tmp_path / "run").exists()
 
 

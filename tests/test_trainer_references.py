@@ -19,9 +19,9 @@ LARGE, BASE = {"layers": 24, "hidden": 1024}, {"layers": 12, "hidden": 768}
 def run(folder: Path, model: dict[str, int], *lengths: int) -> Path:
     """A run's folder: two steps and an evaluation of them."""
     step = {"event": "step", "phase": 0, "restarts": 0, "samples": 8, "applied": True, "tokens": 300, "seconds": 0.5}
-    figures = {"mlm_loss": 1.5, "nsp_loss": 0.25, "mlm_accuracy": 0.7, "nsp_accuracy": 0.9}
-    lines = [{**step, "step": number, "learning_rate": 1e-3, "gradient_norm": 2.0, **figures} for number in (1, 2)]
-    heldout = {"event": "heldout", "step": 2, **figures, "mlm_accuracy": 0.71}
+    metrics = {"mlm_loss": 1.5, "nsp_loss": 0.25, "mlm_accuracy": 0.7, "nsp_accuracy": 0.9}
+    lines = [{**step, "step": number, "learning_rate": 1e-3, "gradient_norm": 2.0, **metrics} for number in (1, 2)]
+    heldout = {"event": "heldout", "step": 2, **metrics, "mlm_accuracy": 0.71}
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, heldout]))
     config = {"model": model, "phases": [{"sequence_length": length} for length in lengths]}
@@ -33,9 +33,9 @@ def test_each_is_whole_and_has_a_source() -> None:
     for each in load_references():
         assert each.low <= each.high and each.setting and each.source
         assert each.figure in ("loss", "mlm_loss", "mlm_accuracy")
-    told = {each.name: (each.value, each.where) for each in load_references()}
-    assert told["MLPerf's mark"] == ("72.0%", "held out, length 512")
-    assert told["NVIDIA's BERT-Large"] == ("1.242 to 1.304", "training, length 512, batch 32,768")
+    references = {each.name: (each.value, each.where) for each in load_references()}
+    assert references["MLPerf's mark"] == ("72.0%", "held out, length 512")
+    assert references["NVIDIA's BERT-Large"] == ("1.242 to 1.304", "training, length 512, batch 32,768")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_run_that_left_no_configuration_has_none(tmp_path: Path) -> None:
     assert fitting(folder) == []
 
 
-def test_they_are_drawn_and_told_beside_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_they_are_drawn_and_reported_next_to_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "run", LARGE, 512)
     figure = draw(read_history(folder), "title", fitting(folder))
     panels = {axes.get_title(loc="left"): axes for axes in figure.axes}

@@ -180,7 +180,7 @@ def test_a_damaged_shard_stops_the_run_with_its_address(server: Server, kind: st
 
 
 @pytest.mark.parametrize("place", ["server", "s3", "file"])
-def test_missing_and_cut_shards_are_told_before_the_ranks_meet(
+def test_missing_and_cut_shards_are_reported_before_the_ranks_meet(
     place: str, request: pytest.FixtureRequest, own_shards: Path, tiny_model: ModelConfig, cache: Path
 ) -> None:
     there = f"file://{own_shards}" if place == "file" else request.getfixturevalue(place)

@@ -16,9 +16,9 @@ from matplotlib.patches import Rectangle
 
 from trainer.errors import TrainerError
 from trainer.monitor.history import History, read_history
-from trainer.monitor.journal import PARTS as EXPORTED_PARTS
-from trainer.monitor.journal import SPENT
-from trainer.monitor.panels import PARTS, smooth, smooth_logarithm, strided, thinned
+from trainer.monitor.metrics_log import STEP_PARTS as EXPORTED_PARTS
+from trainer.monitor.metrics_log import TIME_STATES
+from trainer.monitor.panels import PART_COLORS, smooth, smooth_logarithm, strided, thinned
 from trainer.monitor.summary import draw, duration, short, summary
 from trainer.report import main
 
@@ -159,7 +159,7 @@ def test_the_whole_time_is_accounted_for(run: History, shown: dict[str, Axes]) -
     bars = shown["where 1 min 40 s went"].containers
     widths = {str(bar.get_label()).split()[0]: bar[0].get_width() for bar in bars if isinstance(bar, BarContainer)}
     assert widths == pytest.approx({**{k: v / 100 for k, v in run.spent.items()}, "down": 0.501})
-    assert widths.keys() == {*SPENT, "down"}
+    assert widths.keys() == {*TIME_STATES, "down"}
     assert sum(widths.values()) == pytest.approx(1.0)
 
 
@@ -253,8 +253,8 @@ def test_a_plateau_is_summed_up_and_drawn(tmp_path: Path) -> None:
 
 
 def test_numbers_are_short() -> None:
-    told = [duration(seconds) for seconds in (0.25, 59.9, 60, 3599, 3600, 86399, 90000)]
-    assert told == ["0.2 s", "59.9 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h"]
+    durations = [duration(seconds) for seconds in (0.25, 59.9, 60, 3599, 3600, 86399, 90000)]
+    assert durations == ["0.2 s", "59.9 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h"]
     assert [short(value) for value in (7, 999, 1234, 5.64e10)] == ["7", "999", "1.23 k", "56.4 G"]
 
 
@@ -289,7 +289,7 @@ def test_the_time_split_is_stacked_to_the_whole(shown: dict[str, Axes]) -> None:
     layers = [layer.get_paths()[0].get_extents() for layer in axes.collections if isinstance(layer, PolyCollection)]
     assert [layer.y1 for layer in layers] == pytest.approx([0.25, 0.75, 0.85, 0.95, 1.0])
     assert {(layer.x0, layer.x1) for layer in layers} == {(0.0, 40.0)}
-    assert {*PARTS} == {*EXPORTED_PARTS}
+    assert {*PART_COLORS} == {*EXPORTED_PARTS}
 
 
 def test_restarts_are_dotted_and_later_phases_shaded(shown: dict[str, Axes]) -> None:

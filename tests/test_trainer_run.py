@@ -23,7 +23,7 @@ from data_prep.settings import make_settings
 from kernels.dropout import token_keys
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.reading import find, load_model, load_weights, require_finite
-from trainer.checkpoint.state import state_of
+from trainer.checkpoint.train_state import state_of
 from trainer.data.loader import Loader
 from trainer.engine.schedule import learning_rate
 from trainer.errors import TrainerError
@@ -116,14 +116,14 @@ def test_the_optimizer_and_the_saver_do_as_they_are_told(plain: Path, tmp_path: 
     assert (saved(run), saved(plain.parent / "run")) == ([6], [1, 2, 3, 4, 5, 6])
 
 
-def test_a_checkpoint_holds_the_figures_of_its_own_step_alone(plain: Path) -> None:
+def test_a_checkpoint_holds_the_metrics_of_its_own_step_alone(plain: Path) -> None:
     run = plain.parent / "run"
-    told = {line["step"]: line for line in lines(run, "heldout")}
-    assert list(told) == [4, 6]
+    evaluations = {line["step"]: line for line in lines(run, "heldout")}
+    assert list(evaluations) == [4, 6]
     for step in saved(run):
-        figures = checkpoint.read(run / f"step-{step:08d}").record["heldout"]
-        assert bool(figures) == (step in told)
-        assert figures.items() <= told.get(step, {}).items()
+        metrics = checkpoint.read(run / f"step-{step:08d}").record["heldout"]
+        assert bool(metrics) == (step in evaluations)
+        assert metrics.items() <= evaluations.get(step, {}).items()
 
 
 def test_each_phase_has_rates_and_heldout_shards_of_its_own(tiny_shards: Path, tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ def test_each_phase_has_rates_and_heldout_shards_of_its_own(tiny_shards: Path, t
     run, phases = tmp_path / "run", load(path).phases
     expected = [learning_rate(phase, step + 1) for phase in phases for step in range(phase.steps)]
     assert [line["learning_rate"] for line in lines(run, "step")] == expected
-    told = lines(run, "heldout")
-    assert [line["step"] for line in told] == saved(run) == [5, 9]
-    for line, name in zip(told, "ab", strict=True):
+    evaluations = lines(run, "heldout")
+    assert [line["step"] for line in evaluations] == saved(run) == [5, 9]
+    for line, name in zip(evaluations, "ab", strict=True):
         model, folder = load_model(find(run / f"step-{line['step']:08d}")), tmp_path / name
-        figures = evaluate(model, Loader(folder, load_manifest(folder), 0, 1).sweep(64), CPU)
-        assert {key: line[key] for key in figures} == pytest.approx(figures, rel=1e-6)
+        metrics = evaluate(model, Loader(folder, load_manifest(folder), 0, 1).sweep(64), CPU)
+        assert {key: line[key] for key in metrics} == pytest.approx(metrics, rel=1e-6)
 
 
 # ---- its resumes -----------------------------------------------------------------------------------------------
@@ -274,9 +274,9 @@ def test_a_pre_ln_run_resumes_to_the_same_bits_and_goes_out_as_what_it_is(
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
     command = ["--checkpoint", str(tmp_path / "whole")]
     assert trainer.evaluate.main([*command, "--heldout", str(tiny_shards), "--train", str(tiny_shards)]) == 0
-    figures, told = json.loads(capsys.readouterr().out), lines(tmp_path / "whole", "heldout")[-1]
-    assert {n: figures[n] for n in ("mlm_loss", "nsp_loss")} == pytest.approx(
-        {n: told[n] for n in ("mlm_loss", "nsp_loss")}, rel=1e-6
+    metrics, evaluations = json.loads(capsys.readouterr().out), lines(tmp_path / "whole", "heldout")[-1]
+    assert {n: metrics[n] for n in ("mlm_loss", "nsp_loss")} == pytest.approx(
+        {n: evaluations[n] for n in ("mlm_loss", "nsp_loss")}, rel=1e-6
     )
     assert trainer.export.main([*command, "--out", str(tmp_path / "bert")]) == 0  # proven inside
     assert "A pre-LN BERT of 2 layers, hidden size 16, 2 heads" in (tmp_path / "bert" / "README.md").read_text()

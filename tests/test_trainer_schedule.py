@@ -300,7 +300,7 @@ def test_not_two_numbers_are_refused(stated: dict[str, int]) -> None:
     assert [line for line in phase.problems() if "set exactly two of them" in line] == phase.problems() != []
 
 
-def test_what_cannot_be_is_told_at_once() -> None:
+def test_what_cannot_be_is_reported_at_once() -> None:
     phase = Phase("p", "s", 0, -1, 0.0, 0, -1, power=-1, warmup_steps=-1, end_learning_rate=1, warmup_power=0)
     assert [line.split(" is ")[0] for line in phase.problems()] == [
         *("sequence_length", "global_batch", "micro_batch", "steps"),

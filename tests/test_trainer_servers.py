@@ -30,7 +30,7 @@ BUFFERS = 16 << 20  # bytes on their way when a client hangs up
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small limits, so that tests need not send 64 MiB."""
-    monkeypatch.setattr("trainer.data.cache.SMALL", 1 << 20)
+    monkeypatch.setattr("trainer.data.cache.SMALL_FILE_BYTES", 1 << 20)
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_an_object_is_fetched_from_that_server(s3: str, server: Server, tmp_path
 def test_a_bad_s3_server_is_bounded(
     s3: str, server: Server, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_prep.s3.SMALL", 1 << 20)
+    monkeypatch.setattr("data_prep.s3.SMALL_FILE_BYTES", 1 << 20)
     server.faults["shard-00001.tar"] = [fault] * 99
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TrainerError, match=r"^s3://bucket/set/shard-00001.tar: ") as error:
@@ -235,7 +235,7 @@ def test_a_bad_s3_server_is_bounded(
 def test_a_listing_without_an_end_is_bounded(
     s3: str, server: Server, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_prep.s3.SMALL", 1 << 20)
+    monkeypatch.setattr("data_prep.s3.SMALL_FILE_BYTES", 1 << 20)
     server.faults["bucket"] = [fault] * 99
     with pytest.raises(TrainerError, match=r"^s3://bucket/set: ") as error:
         Remote(s3, STALL).sizes([MANIFEST])

@@ -82,11 +82,11 @@ def test_a_stop_does_not_wait_for_a_server(
         for folder in (tmp_path, tmp_path / "straight")
     ]
     assert numbers[0] == numbers[1] and len(numbers[0]) == STEPS
-    figures = [
+    losses = [
         [(line["step"], line["mlm_loss"]) for line in lines(folder / "run", "heldout")]
         for folder in (tmp_path, tmp_path / "straight")
     ]
-    assert figures[0] == figures[1] and (use == "train" or figures[0][0][0] == BEFORE)
+    assert losses[0] == losses[1] and (use == "train" or losses[0][0][0] == BEFORE)
 
 
 WAITING = """

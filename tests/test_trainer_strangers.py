@@ -17,7 +17,7 @@ from runs import wait_for
 
 from trainer.ranks.launchers import on_one_node
 from trainer.ranks.meeting import StrangeError, read_account
-from trainer.ranks.seal import LARGEST, seal, unseal
+from trainer.ranks.seal import LARGEST_TEXT_BYTES, seal, unseal
 
 pytestmark = pytest.mark.slow
 
@@ -106,14 +106,22 @@ def test_one_node_is_what_the_launcher_says(environ: dict[str, str], sure: bool)
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\xfe\x00", b"[]", b'["token", {"host": 1}]', b"[" * 100_000, bytes(2 * LARGEST), b"\x1b[31mred\nline"],
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"[]",
+        b'["token", {"host": 1}]',
+        b"[" * 100_000,
+        bytes(2 * LARGEST_TEXT_BYTES),
+        b"\x1b[31mred\nline",
+    ],
     ids=["empty", "binary", "list", "types", "nested", "large", "escapes"],
 )
 @pytest.mark.parametrize("secret", [None, ""], ids=["bare", "sealed"])
-def test_a_strangers_account_is_told_and_passed_over(
+def test_a_strangers_account_is_reported_and_passed_over(
     start: Callable[..., ranks.Forked], port: int, content: bytes, secret: str | None
 ) -> None:
-    if secret is not None and (len(content) > LARGEST or b"\xff" in content):
+    if secret is not None and (len(content) > LARGEST_TEXT_BYTES or b"\xff" in content):
         secret = None
     first = start(0)
     Stranger(port).write("account/1", content, secret)
@@ -153,9 +161,11 @@ def test_with_a_secret_nobody_else_takes_part(start: Callable[..., ranks.Forked]
 
 
 def test_ranks_with_different_secrets_do_not_meet(start: Callable[..., ranks.Forked]) -> None:
-    (first, told), (second, said) = ranks.finish([start(0, 4, LAMBERT_SECRET="a"), start(1, 4, LAMBERT_SECRET="b")])
-    assert (first, second) == (3, 3) and "Traceback" not in told + said
-    assert "rank 1 of 2 have not come" in told
+    (first, first_output), (second, said) = ranks.finish(
+        [start(0, 4, LAMBERT_SECRET="a"), start(1, 4, LAMBERT_SECRET="b")]
+    )
+    assert (first, second) == (3, 3) and "Traceback" not in first_output + said
+    assert "rank 1 of 2 have not come" in first_output
     assert "'opened' is a stranger's: it was not sealed with this rank's LAMBERT_SECRET; trying again" in said
     assert said.splitlines()[-1].startswith("error: rank 1 cannot meet the other ranks at 127.0.0.1:")
 
@@ -196,7 +206,7 @@ def test_what_speaks_another_language_at_the_port_does_no_harm(start: Callable[.
 def test_a_seal_is_of_one_secret_key_and_text() -> None:
     sealed = seal("secret", "key", "a text, é").encode()
     assert unseal("secret", "key", sealed) == "a text, é"
-    changed = [sealed[:-1], sealed + b"?", b"0" + sealed[1:], sealed[:10], b"", sealed + bytes(LARGEST)]
+    changed = [sealed[:-1], sealed + b"?", b"0" + sealed[1:], sealed[:10], b"", sealed + bytes(LARGEST_TEXT_BYTES)]
     assert [unseal("secret", "key", each) for each in changed] == [None] * len(changed)
     assert unseal("other", "key", sealed) is unseal("", "key", sealed) is unseal("secret", "other", sealed) is None
 

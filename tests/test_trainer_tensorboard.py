@@ -81,9 +81,9 @@ def test_steps_that_a_restart_repeats_are_shown_once(tmp_path: Path) -> None:
 
 def test_a_skipped_step_and_a_missing_number_have_no_point(tmp_path: Path) -> None:
     assert scalars(step(3, applied=False, gradient_norm=None)) == {}
-    told = scalars(step(3, gradient_norm=None, seconds=0.0))
-    assert "optimizer/gradient_norm" not in told and "speed/tokens_per_second" not in told
-    assert told["optimizer/loss_scale"] == 2.0**32
+    points = scalars(step(3, gradient_norm=None, seconds=0.0))
+    assert "optimizer/gradient_norm" not in points and "speed/tokens_per_second" not in points
+    assert points["optimizer/loss_scale"] == 2.0**32
 
 
 def test_numbers_beyond_a_float_are_infinite(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from trainer.convert.weights import load_bert
 from trainer.data.cache import CacheConfig, open_cache
 from trainer.encode import __main__ as encode
 from trainer.errors import TrainerError
-from trainer.finetune.start import read_pretrained
+from trainer.finetune.pretrained import read_pretrained
 
 pytestmark = pytest.mark.slow
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 TINY = ModelConfig(layers=1, hidden=16, heads=2, intermediate=40, max_positions=24, vocab_size=70)
 
 
-def untold(text: str) -> None:
+def ignore(text: str) -> None:
     raise AssertionError(text)
 
 
@@ -123,9 +123,9 @@ def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path,
     encoder = {name: tensor for name, tensor in tensors.items() if name.startswith("bert.encoder")}
     rest = {name: tensor for name, tensor in tensors.items() if name.startswith("bert.emb")}
     save_file(encoder | rest, tmp_path / "bert" / "model.safetensors")
-    told: list[str] = []
-    plain_weights.start_from(tmp_path / "bert", TINY, sharded(TINY, 0, 1), told.append)
-    assert told == [
+    reported: list[str] = []
+    plain_weights.start_from(tmp_path / "bert", TINY, sharded(TINY, 0, 1), reported.append)
+    assert reported == [
         f"{tmp_path / 'bert'} has no pooler, no MLM head, no NSP head; training would start it from random values"
     ]
     ours = filled(tmp_path / "bert")
@@ -143,10 +143,10 @@ def test_heads_that_a_hugging_face_folder_lacks_stay_as_they_are(tmp_path: Path,
 def test_another_model_is_refused_in_one_line(file: Path, changed: dict[str, object], said: str) -> None:
     other = replace(TINY, **changed)  # type: ignore[arg-type]
     with pytest.raises(TrainerError, match=f"run.weights: .* comes from another model \\({said}") as error:
-        plain_weights.start_from(file, other, sharded(other, 0, 1), untold)
+        plain_weights.start_from(file, other, sharded(other, 0, 1), ignore)
     assert "\n" not in str(error.value)
     free = replace(TINY, dropout=0.3, initializer_range=0.5)
-    plain_weights.start_from(file, free, sharded(free, 0, 1), untold)
+    plain_weights.start_from(file, free, sharded(free, 0, 1), ignore)
 
 
 def test_a_file_that_does_not_say_its_model_must_have_its_shapes(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, vocabul
         with pytest.raises(
             TrainerError, match=f"^{path}: layers.0.mlp_in_bias contains NaN or infinity.*export the weig"
         ):
-            read(path, untold)
+            read(path, ignore)
 
 
 def test_a_folder_that_holds_no_model_is_told_what_it_lacks(tmp_path: Path, vocabulary: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_folder_that_holds_no_model_is_told_what_it_lacks(tmp_path: Path, voca
         with pytest.raises(
             TrainerError, match=f"^{folder} contains neither the config.json of a Hugging Face BERT nor a c"
         ):
-            read(folder, untold)
+            read(folder, ignore)
 
 
 def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_another_vocabulary_is_refused_by_its_first_token(tiny_shards: Path, tmp
     model = replace(TINY, vocab_size=len(pieces))
 
     def start(path: Path) -> list[str]:
-        told: list[str] = []
-        plain_weights.start_from(path, model, sharded(model, 0, 1), told.append, own)
-        return told
+        reported: list[str] = []
+        plain_weights.start_from(path, model, sharded(model, 0, 1), reported.append, own)
+        return reported
 
     write_folder(trained(model), model, own, tmp_path / "same")
     assert start(tmp_path / "same") == []
@@ -266,7 +266,7 @@ def test_a_run_starts_from_weights_once_and_never_when_it_resumes(tiny_shards: P
     assert code == 0, output
     source = str(tmp_path / "a" / "run")
     assert weights.main([source, str(tmp_path / "a.safetensors")]) == 0
-    assert read(tmp_path / "a.safetensors", untold).sha256 == load_manifest(tiny_shards).tokenizer.sha256
+    assert read(tmp_path / "a.safetensors", ignore).sha256 == load_manifest(tiny_shards).tokenizer.sha256
     vocabulary = tmp_path / "a" / "run" / "tokenizer" / "tokenizer.json"
     kept = vocabulary.read_text()
     last = (tmp_path / "a" / "run" / "tokenizer" / "vocab.txt").read_text().split()[-1]

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from data_prep.manifest import load_manifest
 from kernels import dropout
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.convert.folder import random_batch
 from trainer.data.loader import Loader, StepBatch
 from trainer.data.order import Order
 from trainer.engine.stopwatch import Stopwatch
 from trainer.model.bert import Bert
 from trainer.monitor.exporter import Exporter
-from trainer.monitor.journal import SPENT
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
+from trainer.monitor.metrics_log import TIME_STATES
 from trainer.ranks.world import World
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_each_dropout_and_head_has_a_site_of_its_own(monkeypatch: pytest.MonkeyP
     assert len(sites) == len(set(sites)) == 1 + TINY.layers * (TINY.heads + 2)
 
 
-def test_a_wait_for_a_slow_disk_is_told(tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_slow_disk_is_reported(tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wait is reported for data that was ready before it was requested."""
     read = Loader.read
 
@@ -67,10 +67,12 @@ def read(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
 
 def test_seconds_are_exported_once_however_often_they_are_told() -> None:
     """The exporter is given the total of the process so far."""
-    told = Exporter("tests", None, "", World(0, 1, 0, 1, CPU))
+    exporter = Exporter("tests", None, "", World(0, 1, 0, 1, CPU))
     for seconds in (1.0, 3.0):
-        told.publish([{"event": "time", "spent": dict.fromkeys(SPENT, seconds)}])
-    assert [read(told.registry, "time_seconds_total", state=state) for state in SPENT] == [3.0] * len(SPENT)
+        exporter.publish([{"event": "time", "spent": dict.fromkeys(TIME_STATES, seconds)}])
+    assert [read(exporter.registry, "time_seconds_total", state=state) for state in TIME_STATES] == [3.0] * len(
+        TIME_STATES
+    )
 
 
 def test_a_node_tells_of_its_own_ranks(tmp_path: Path) -> None:
@@ -78,9 +80,9 @@ def test_a_node_tells_of_its_own_ranks(tmp_path: Path) -> None:
     subject = Subject(
         "tests", tmp_path, TINY, target_steps=1, remaining=lambda state: (0, 0.0), checkpoint_steps=1, baselines=()
     )
-    told = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
-    told.describe(TrainState(), {})
-    found = [read(told.exporter.registry, "memory_peak_bytes", rank=str(rank)) is not None for rank in range(4)]
+    metrics = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
+    metrics.describe(TrainState(), {})
+    found = [read(metrics.exporter.registry, "memory_peak_bytes", rank=str(rank)) is not None for rank in range(4)]
     assert found == [False, False, True, True]
 
 
@@ -89,9 +91,9 @@ def test_a_node_tells_what_its_ranks_said_of_their_gpus(tmp_path: Path) -> None:
     subject = Subject(
         "tests", tmp_path, TINY, target_steps=1, remaining=lambda state: (0, 0.0), checkpoint_steps=1, baselines=()
     )
-    told = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
+    metrics = Metrics(MetricsConfig(port=None), subject, World(2, 4, 0, 2, CPU), Stopwatch(CPU))
     devices = [{"node": "n", "device": "H200", "gpu_uuid": f"GPU-{rank}"} for rank in range(4)]
-    told.describe(TrainState(), {}, devices)
+    metrics.describe(TrainState(), {}, devices)
     for rank, device in enumerate(devices):
         labels = {"rank": str(rank), **device}
-        assert read(told.exporter.registry, "rank_info", **labels) == (1.0 if rank >= 2 else None)
+        assert read(metrics.exporter.registry, "rank_info", **labels) == (1.0 if rank >= 2 else None)

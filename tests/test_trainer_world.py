@@ -181,7 +181,7 @@ def test_a_lone_process_meets_itself_without_a_launcher() -> None:
     assert (done.returncode, done.stdout.strip()) == (2, "0 of 1: 0.0")
 
 
-def test_what_fails_on_one_rank_is_raised_on_all_and_told_by_the_first() -> None:
+def test_what_fails_on_one_rank_is_raised_on_all_and_reported_by_the_first() -> None:
     code = (
         "from pathlib import Path\n"
         "from trainer.errors import TrainerError\n"
@@ -198,8 +198,8 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_told_by_the_first() -> None
     )
     ended = finish(start(3, "-c", code))
     assert [code for code, _ in ended] == [2, 2, 2]
-    told = [output.split("told:")[1].strip() for _, output in ended]
-    assert told[0] == told[2] == "" and "No such file or directory: '/nowhere/at/all'" in told[1]
+    reported = [output.split("told:")[1].strip() for _, output in ended]
+    assert reported[0] == reported[2] == "" and "No such file or directory: '/nowhere/at/all'" in reported[1]
 
 
 def test_a_node_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,17 @@ from typing import Any
 
 import yaml
 from file_server import Server
-from live_monitoring import PATIENCE, Alert, Found, Prometheus, page, serving, wait_until, watching
+from live_monitoring import ALERT_PATIENCE_SECONDS, Alert, Found, Prometheus, page, serving, wait_until, watching
 from nodes import Node, cluster
 from programs import program
 from ranks import Forked, fork, free_port
 
 from data_prep.build import build
 from data_prep.manifest import load_manifest
-from data_prep.metrics import Figures, serve, write_textfile
+from data_prep.metrics import BuildMetrics, serve, write_textfile
 from data_prep.settings import make_settings
 from deploy.monitoring.gpus import DCGM
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 RUN, SICK = "live", "sick"  # the run, and one that diverges in its second phase
 PORTS = {RUN: 9464, SICK: 9465}
@@ -40,7 +40,7 @@ class Site:
     pair: list[Node]
     prometheus: Prometheus
     running: list[Forked] = field(default_factory=list)
-    told: dict[str, tuple[float, Alert]] = field(default_factory=dict)  # by name: (time of the fault, alert)
+    reached: dict[str, tuple[float, Alert]] = field(default_factory=dict)  # by name: (time of the fault, alert)
 
     def start(self, name: str, where: list[Node], *overrides: str) -> list[Forked]:
         """Start a rank on each of these nodes, with the configuration of this name."""
@@ -48,7 +48,7 @@ class Site:
         words = [namespaces, where[0].address, "--config", str(self.folder / f"{name}.yaml")]
         return fork(len(where), "tests/rank_on_node.py", *words, *(word for each in changes for word in each))
 
-    def wait_until(self, what: str, found: Callable[[], Found], timeout: float = PATIENCE) -> Found:
+    def wait_until(self, what: str, found: Callable[[], Found], timeout: float = ALERT_PATIENCE_SECONDS) -> Found:
         """Wait as ``wait_until`` does; fails if one of the run's ranks ends."""
 
         def found_or_dead() -> Found:
@@ -62,7 +62,7 @@ class Site:
         """Wait for an alert at the webhook, and note it."""
         alert = wait_until(f"{name} of {run} came", lambda: self.prometheus.receiver.first(name, run, planted))
         assert alert is not None
-        self.told[name] = planted, alert
+        self.reached[name] = planted, alert
         return alert
 
     def step(self) -> float:
@@ -142,15 +142,15 @@ def replace(path: Path, text: str) -> None:
 
 def prepare(site: Site) -> None:
     """Build a data set while Prometheus watches: it scrapes before the work and after it, and keeps reading a file."""
-    figures, text = Figures(DATASET), site.shards.parent
+    metrics, text = BuildMetrics(DATASET), site.shards.parent
     seen = 'max(lambert_prep_progress_ratio{stage="write"})'
-    with serve(figures, 0, "127.0.0.1") as port:
+    with serve(metrics, 0, "127.0.0.1") as port:
         aim(site.folder, "data_prep", f"127.0.0.1:{port}")
         site.wait_until("the build is seen", lambda: site.prometheus.value(seen) == 0)
         made = make_settings(32, samples_per_shard=64)
-        build([text / "corpus.txt"], text / "tokenizer", site.folder / "shards", made, 1, None, figures)
+        build([text / "corpus.txt"], text / "tokenizer", site.folder / "shards", made, 1, None, metrics)
         site.wait_until("the build was seen to be done", lambda: site.prometheus.value(seen) == 1)
-    write_textfile(figures, site.folder / "textfiles/live.prom")
+    write_textfile(metrics, site.folder / "textfiles/live.prom")
 
 
 def said(site: Site, step: float = -1, name: str = "lambert_run_info") -> list[str]:

@@ -10,10 +10,10 @@ import faulthandler
 from functools import partial
 
 import trainer.ranks.first_process  # noqa: F401  before the other imports, which take seconds
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from data_prep.streams import write_whole_lines
 from kernels import backend
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.console import say
 from trainer.exits import DONE, STOPPED
 from trainer.ranks.ending import fail, guard
@@ -29,7 +29,7 @@ from trainer.run.train import train
 def main() -> None:
     """Read the configuration, join the other ranks, and train. The exit codes are in :mod:`trainer.exits`."""
     write_whole_lines()
-    parser = Parser(prog="trainer", description="Pre-train BERT from a YAML configuration.")
+    parser = CommandParser(prog="trainer", description="Pre-train BERT from a YAML configuration.")
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it

@@ -21,13 +21,13 @@ from typing import NoReturn
 
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, load_manifest
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from data_prep.streams import write_whole_lines
 from data_prep.tokenizer import load_proven
 from kernels import backend
 from trainer.checkpoint.average import average, select, steps
 from trainer.checkpoint.reading import load_model, model_of
-from trainer.checkpoint.vocabulary import require_vocabulary, token_counts
+from trainer.checkpoint.trained_tokenizer import require_vocabulary, token_counts
 from trainer.console import complain, print_result, silent, teller
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.loader import Loader
@@ -45,7 +45,7 @@ _TIMEOUT = 600  # seconds that ranks wait for one another
 def main(arguments: list[str] | None = None) -> int:
     """Run the command as one process or as a launcher's ranks, on GPUs if there are any."""
     write_whole_lines()
-    parser = Parser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     add_average(parser)
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
@@ -97,10 +97,10 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
         join(world, _TIMEOUT)
         together(lambda: None, world)  # otherwise a rank that fails at once would leave the others waiting
         try:
-            figures = command()
+            metrics = command()
         except DataError as error:
             raise TrainerError(one_line(error)) from None
-        together(lambda: print_result(json.dumps(figures, indent=1)) if world.is_main else None, world)
+        together(lambda: print_result(json.dumps(metrics, indent=1)) if world.is_main else None, world)
 
     guard(world, meet_and_run)
     leave(DONE)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint.average import average, select, steps
 from trainer.checkpoint.reading import model_of
-from trainer.checkpoint.vocabulary import tokenizer_of
+from trainer.checkpoint.trained_tokenizer import tokenizer_of
 from trainer.console import complain, print_result, teller
 from trainer.convert import onnx
-from trainer.convert.folder import TOLERANCE, random_batch, write_folder
+from trainer.convert.folder import LOGIT_TOLERANCE, random_batch, write_folder
 from trainer.convert.model_card import write_card
 from trainer.errors import TrainerError, exit_code
 from trainer.options import add_average
@@ -29,7 +29,7 @@ from trainer.options import add_average
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = Parser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
+    parser = CommandParser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
     parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
     add_average(parser)
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> None:
     if worst is not None:
         said.append(
             "transformers finds every name, and its logits differ from the checkpoint's by at most "
-            f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {TOLERANCE:.0e} is allowed"
+            f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {LOGIT_TOLERANCE:.0e} is allowed"
         )
     print_result("\n".join(said))
 

@@ -15,7 +15,7 @@ from textwrap import shorten
 import torch
 
 from data_prep.errors import DataError
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.bounds import outside
@@ -83,7 +83,7 @@ def _lines(texts: list[str], answers: list[list[Answer]]) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = Parser(prog="python -m trainer.fill_mask", description="Predict the tokens behind [MASK] in texts.")
+    parser = CommandParser(prog="python -m trainer.fill_mask", description="Predict the tokens behind [MASK] in texts.")
     parser.add_argument("--model", required=True, type=Path, help="a run's folder, a checkpoint, a Hugging Face BERT")
     parser.add_argument("--top", type=int, default=5, help="how many tokens to list for each [MASK] (%(default)s)")
     add_kernels(parser)

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from data_prep.endpoint import listen
 from data_prep.manifest import TOKENIZER_FOLDER
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from data_prep.streams import write_whole_lines
-from trainer.checkpoint.changes import Setup, since, spelled
+from trainer.checkpoint.changed_settings import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint, newest
 from trainer.checkpoint.saving import stuck_saves
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.console import say, warn
 from trainer.convert.weights import fitting
 from trainer.engine.schedule import samples_in
@@ -40,8 +40,8 @@ from trainer.ranks.meeting import numbers
 from trainer.ranks.network import falls_to_tcp, ports
 from trainer.ranks.world import World, leave, nccl_said, require_shared, settings, together
 from trainer.run.config import to_tree
-from trainer.run.identity import identity, require_allowed, require_own_folder, require_same_run
 from trainer.run.phases import PhaseData, Plan
+from trainer.run.resume_checks import identity, require_allowed, require_own_folder, require_same_run
 from trainer.run.start import meet, prepare
 
 MEBIBYTES = 64  # size of the timed all-reduce
@@ -51,7 +51,7 @@ TRIES = 5
 def main() -> None:
     """Check and report. Exit code 0 if the run can start, 2 with one line if it cannot."""
     write_whole_lines()
-    parser = Parser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--hostfile", type=Path, help="check deepspeed's host file and .deepspeed_env on this node")

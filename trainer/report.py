@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib import rc_context
 
 from data_prep.atomic import replacing
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from trainer.console import complain, print_result
 from trainer.errors import TrainerError, exit_code
 from trainer.monitor.history import read_history
@@ -27,7 +27,7 @@ from trainer.monitor.summary import draw, published, summary
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m trainer.report", description="Draw a run's metrics as report.png and print a summary."
     )
     parser.add_argument("folder", type=Path, help="the run's folder")
@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         references = fitting(folder) if options.references else []
         with rc_context(STYLE), replacing(path) as file:
             draw(history, str(folder), references).savefig(file, dpi=100, format="png")
-        told = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
-        print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in told)]))
+        rows = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
+        print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in rows)]))
     except TrainerError as error:
         complain("trainer.report", error)
         return exit_code(error)

@@ -10,8 +10,8 @@ from yaml.constructor import ConstructorError
 
 from data_prep.json_text import shown
 
-LARGEST = 1 << 18  # bytes; a configuration has a few thousand, and PyYAML reads some 100,000 per second
-DEEPEST = 32
+LARGEST_YAML_BYTES = 1 << 18  # bytes; a configuration has a few thousand, and PyYAML reads some 100,000 per second
+DEEPEST_YAML = 32
 MOST_VALUES = 100_000  # each use of an alias counts
 _TAG = "tag:yaml.org,2002:"
 
@@ -39,9 +39,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a value and its contents; refuse deep nesting before PyYAML reads it."""
         self._depth += 1
-        if self._depth > DEEPEST:
+        if self._depth > DEEPEST_YAML:
             mark = None if parent is None else parent.start_mark
-            raise ConstructorError(None, None, f"nested more than {DEEPEST} levels deep", mark)
+            raise ConstructorError(None, None, f"nested more than {DEEPEST_YAML} levels deep", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -93,8 +93,8 @@ _Loader.yaml_implicit_resolvers = {
 
 def _unshared(value: Any, values: count[int], depth: int = 1) -> Any:
     """Copy ``value`` so that each use of an alias is a separate value."""
-    if next(values) > MOST_VALUES or depth > DEEPEST:
-        raise yaml.YAMLError(f"aliases expand to more than {MOST_VALUES:,} values or {DEEPEST} levels")
+    if next(values) > MOST_VALUES or depth > DEEPEST_YAML:
+        raise yaml.YAMLError(f"aliases expand to more than {MOST_VALUES:,} values or {DEEPEST_YAML} levels")
     match value:
         case dict():
             return {key: _unshared(inner, values, depth + 1) for key, inner in value.items()}

@@ -13,10 +13,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from data_prep.errors import DataError
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from trainer.checkpoint.average import average, select, steps
 from trainer.checkpoint.reading import model_of
-from trainer.checkpoint.vocabulary import own_folder, recorded, tokenizer_of
+from trainer.checkpoint.trained_tokenizer import own_folder, recorded, tokenizer_of
 from trainer.console import complain, print_result, teller
 from trainer.convert.weights import require_new, write
 from trainer.errors import TrainerError, exit_code
@@ -25,7 +25,7 @@ from trainer.options import add_average
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m trainer.weights", description="Write a checkpoint's weights as one safetensors file."
     )
     parser.add_argument("checkpoint", type=Path, help="a run's folder, or one step-… folder in it")

@@ -20,7 +20,7 @@ from typing import IO
 
 import torch
 
-from trainer.monitor.journal import Record, read_lines
+from trainer.monitor.metrics_log import Record, read_lines
 
 CORPUS = Path("deploy/demo/corpus")
 CONFIG = Path("deploy/configs/demo.yaml")
@@ -151,14 +151,14 @@ def evaluate() -> None:
     shards = ("--heldout", SHARDS / "heldout-64", "--train", SHARDS / "train-64")
     out = command("python", "-m", "trainer.evaluate", "--checkpoint", RUN, *shards, quiet=True)
     (ROOT / "evaluation.json").write_text(out, encoding="utf-8")
-    figures: Record = json.loads(out)
-    print(f"  NSP   accuracy {figures['nsp_accuracy']:.1%}, loss {figures['nsp_loss']:.3f}")
-    print(f"  MLM   accuracy {figures['mlm_accuracy']:.1%}, loss {figures['mlm_loss']:.3f} nats over all masked tokens")
+    metrics: Record = json.loads(out)
+    print(f"  NSP   accuracy {metrics['nsp_accuracy']:.1%}, loss {metrics['nsp_loss']:.3f}")
+    print(f"  MLM   accuracy {metrics['mlm_accuracy']:.1%}, loss {metrics['mlm_loss']:.3f} nats over all masked tokens")
     print("  on [MASK] tokens, where only context helps:")
-    print(f"        {figures['mask_loss']:.3f} nats  the model")
-    print(f"        {figures['mask_unigram_entropy']:.3f} nats  word frequencies alone")
-    print(f"        {figures['mask_loss_shuffled']:.3f} nats  the model, other tokens shuffled")
-    if figures["mask_loss"] + MARGIN > min(figures["mask_unigram_entropy"], figures["mask_loss_shuffled"]):
+    print(f"        {metrics['mask_loss']:.3f} nats  the model")
+    print(f"        {metrics['mask_unigram_entropy']:.3f} nats  word frequencies alone")
+    print(f"        {metrics['mask_loss_shuffled']:.3f} nats  the model, other tokens shuffled")
+    if metrics["mask_loss"] + MARGIN > min(metrics["mask_unigram_entropy"], metrics["mask_loss_shuffled"]):
         raise SystemExit(f"demo: error: the model does not beat both by {MARGIN} nats: it did not learn from context")
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy.monitoring.gpus import GPUS, counters
-from deploy.monitoring.panels import Panel, Rows
+from deploy.monitoring.panels import Panel, PanelRows
 from deploy.monitoring.tables import DATA_PREP, NODES, OVERVIEW
 
 FOLDER = Path(__file__).parent / "dashboards"
-COUNTERS = FOLDER.parent / "dcgm.csv"
+DCGM_COUNTERS = FOLDER.parent / "dcgm.csv"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
 HEIGHTS = {"stat": 4, "table": 6, "state-timeline": 6}  # in grid units; other kinds are 8 high
@@ -49,7 +49,7 @@ class Dashboard(NamedTuple):
     title: str
     text: str
     variables: tuple[str, ...]
-    rows: Rows
+    rows: PanelRows
 
 
 VARIABLES = {
@@ -58,7 +58,7 @@ VARIABLES = {
     "dataset": Variable("label_values(lambert_prep_build_info, dataset)", False),
 }
 # Annotations on the time axis. Restarts looks back an hour, since a run may come back on another instance.
-MARKS = {
+ANNOTATIONS = {
     "Restarts": (
         'max by (run) (lambert_restarts{run="$run"}) '
         '> max by (run) (max_over_time(lambert_restarts{run="$run"}[1h] offset 1m))',
@@ -96,7 +96,7 @@ def page(made: Dashboard) -> Json:
         "refresh": "30s",
         "time": {"from": "now-6h", "to": "now"},
         "templating": {"list": [datasource(), *(variable(name) for name in made.variables)]},
-        "annotations": {"list": [mark(name) for name in MARKS] if on_runs else []},
+        "annotations": {"list": [mark(name) for name in ANNOTATIONS] if on_runs else []},
         "links": [LINKS],
         "panels": place(made.rows),
     }
@@ -125,7 +125,7 @@ def variable(name: str) -> Json:
 
 def mark(name: str) -> Json:
     """Build an annotation: lines across all panels wherever its expression has a value."""
-    expr, colour = MARKS[name]
+    expr, colour = ANNOTATIONS[name]
     return {
         "name": name,
         "datasource": SOURCE,
@@ -137,7 +137,7 @@ def mark(name: str) -> Json:
     }
 
 
-def place(rows: Rows) -> list[Json]:
+def place(rows: PanelRows) -> list[Json]:
     """Lay out the panels left to right, top to bottom, each row under its title."""
     placed: list[Json] = []
     top = 0
@@ -240,7 +240,7 @@ def text(name: str) -> str:
 
 def main() -> None:
     """Write all dashboards, and the counters file for dcgm-exporter that the GPU page needs."""
-    COUNTERS.write_text(counters(), encoding="utf-8")
+    DCGM_COUNTERS.write_text(counters(), encoding="utf-8")
     FOLDER.mkdir(exist_ok=True)
     for name in DASHBOARDS:
         (FOLDER / f"{name}.json").write_text(text(name), encoding="utf-8")

@@ -6,7 +6,7 @@ dcgm-exporter's counters file. Its default file lacks some of them and renames o
 
 from __future__ import annotations
 
-from deploy.monitoring.panels import Panel, Rows, firing, worse_above
+from deploy.monitoring.panels import Panel, PanelRows, firing, worse_above
 
 # The fields that the page and the GPU alerts need, with type and help, as written to the counters file.
 DCGM = {
@@ -70,7 +70,7 @@ def held_down(*bits: int) -> str:
 
 # One panel per entry reads better than one argument per line.
 # fmt: off
-GPUS: Rows = {
+GPUS: PanelRows = {
     "Use": [
         Panel("Busy", "percentunit", "LambertStarved LambertStraggler",
               "Share of time with any work. Good: above 90 %. All dip at once: waiting for data, or a checkpoint.",

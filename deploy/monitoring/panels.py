@@ -25,7 +25,7 @@ class Panel(NamedTuple):
     stacked: bool = False
 
 
-Rows = dict[str, list[Panel]]  # row title: its panels, left to right
+PanelRows = dict[str, list[Panel]]  # row title: its panels, left to right
 
 
 def worse_above(*limits: float) -> Limits:

@@ -25,11 +25,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from data_prep.streams import say_error
-from deploy.monitoring.dashboards import DASHBOARDS, MARKS, substitute
+from deploy.monitoring.dashboards import ANNOTATIONS, DASHBOARDS, substitute
 from deploy.monitoring.panels import Panel
 from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
 
-SHOWN = {  # dashboard: panel titles, in this order
+PICTURED_PANELS = {  # dashboard: panel titles, in this order
     "overview": [
         "Loss of masked tokens",
         "Tokens",
@@ -104,9 +104,11 @@ def life(url: str, run: str, scrape: float, hours: float) -> Span:
 
 
 def chosen() -> list[Panel]:
-    """List the panels of SHOWN."""
-    panels = {name: {each.title: each for row in DASHBOARDS[name].rows.values() for each in row} for name in SHOWN}
-    return [panels[name][title] for name, titles in SHOWN.items() for title in titles]
+    """List the panels of PICTURED_PANELS."""
+    panels = {
+        name: {each.title: each for row in DASHBOARDS[name].rows.values() for each in row} for name in PICTURED_PANELS
+    }
+    return [panels[name][title] for name, titles in PICTURED_PANELS.items() for title in titles]
 
 
 def curves(url: str, panel: Panel, run: str, span: Span) -> list[Curve]:
@@ -130,7 +132,7 @@ def named(legend: str, labels: dict[str, str]) -> str:
 def marks(url: str, run: str, span: Span) -> list[float]:
     """Return the minutes of the run's restarts: the first point of each restart annotation."""
     there = [False] * span.points
-    for series in ask(url, "query_range", query=substitute(MARKS["Restarts"][0], run), **span.asked)["result"]:
+    for series in ask(url, "query_range", query=substitute(ANNOTATIONS["Restarts"][0], run), **span.asked)["result"]:
         for at, _ in series["values"]:
             there[round((float(at) - span.start) / span.step)] = True
     return [span.minutes[number] for number in range(1, span.points) if there[number] and not there[number - 1]]
@@ -171,7 +173,7 @@ def draw_states(axes: Axes, found: list[Curve], span: Span) -> None:
 
 
 def picture(url: str, run: str, out: Path, scrape: float = 15.0, hours: float = 24.0) -> None:
-    """Draw the panels in SHOWN of a run into a PNG. Raises PictureError if there is nothing to draw."""
+    """Draw the panels in PICTURED_PANELS of a run into a PNG. Raises PictureError if there is nothing to draw."""
     span, panels = life(url, run, scrape, hours), chosen()
     restarts = marks(url, run, span)
     with pyplot.rc_context(LOOK):

@@ -5,11 +5,22 @@ Each panel says what good looks like, and names the alerts whose runbooks help i
 
 from __future__ import annotations
 
-from deploy.monitoring.panels import Panel, Rows, firing, gauge, prep, prep_rate, rate, rule, worse_above, worse_below
+from deploy.monitoring.panels import (
+    Panel,
+    PanelRows,
+    firing,
+    gauge,
+    prep,
+    prep_rate,
+    rate,
+    rule,
+    worse_above,
+    worse_below,
+)
 
 ATTEMPTS = rate("step_duration_seconds_count")  # per second: all steps, skipped ones included
 COMPUTE = rate("step_part_seconds_total", "run, rank", ', part!="reduce"')
-PARTS = 'avg by (run, part) (rate(lambert_step_part_seconds_total{run="$run"}[$__rate_interval]))'
+PART_SECONDS = 'avg by (run, part) (rate(lambert_step_part_seconds_total{run="$run"}[$__rate_interval]))'
 RANKS = 'topk by (run, rank) (1, lambert_rank_info{run="$run"})'
 ENDPOINTS = 'up and on (instance, job) last_over_time(lambert_rank_info{run="$run"}[1h])'
 STATE = f"{gauge('run_state', 'run, state')} == 1"
@@ -26,7 +37,7 @@ def of_rank(parts: str) -> str:
 
 # One panel per entry reads better than one argument per line.
 # fmt: off
-OVERVIEW: Rows = {
+OVERVIEW: PanelRows = {
     "Now": [
         Panel("State", "string", "LambertFailed LambertAbsent",
               "Good: training, then done at the end. gone: the run was killed or cannot be reached.",
@@ -116,7 +127,7 @@ OVERVIEW: Rows = {
                for q in (0.5, 0.9, 0.99)}),
         Panel("A step's time by part", "s", "LambertStarved LambertStraggler",
               "Mean over ranks. Good: mostly forward and backward. Much reduce: a slow network, or one slow rank.",
-              {"{{part}}": f"{PARTS} / on (run) group_left () {ATTEMPTS}"}, stacked=True),
+              {"{{part}}": f"{PART_SECONDS} / on (run) group_left () {ATTEMPTS}"}, stacked=True),
         Panel("Where the time goes", "percentunit", "LambertRestartLoop LambertStarved LambertCheckpointStale",
               "Share of wall time. Good: almost all productive. rework: steps repeated after a restart.",
               {"{{state}}": rate("time_seconds_total", "run, state")}, stacked=True),
@@ -166,7 +177,7 @@ OVERVIEW: Rows = {
     ],
 }
 
-NODES: Rows = {
+NODES: PanelRows = {
     "Stragglers": [
         Panel("Skew", "none", "LambertStraggler",
               "Work time of the slowest rank over the mean. Good: below 1.1. All other ranks wait for it.",
@@ -220,7 +231,7 @@ NODES: Rows = {
     ],
 }
 
-DATA_PREP: Rows = {
+DATA_PREP: PanelRows = {
     "Progress": [
         Panel("Since the last success", "dtdurations", "LambertPrepStale",
               "Age of the data set. Good: below the limit in rules.yml (0: no limit). Empty before the first success.",

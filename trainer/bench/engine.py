@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from kernels.dropout import token_keys
-from trainer.bench.model import SIZES, by_kernel, micro_batch
+from trainer.bench.model import MODEL_SIZES, by_kernel, micro_batch
 from trainer.console import print_result
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
@@ -24,7 +24,7 @@ from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 from trainer.ranks.world import World, from_launcher, join, leave
 
-SMALL = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128, vocab_size=1000)
+CPU_MODEL = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128, vocab_size=1000)
 LENGTHS = {"cpu": [16] * 4, "cuda": [128] * 256}
 
 
@@ -57,7 +57,7 @@ def bare(model: ModelConfig, batch: MicroBatch, counts: GlobalCounts, world: Wor
 
 def report(stage: int, accumulations: list[int], optimizer: str, world: World, repeats: int) -> None:
     """Print a row for each number of micro-batches, and the kernels that the engine adds, longest first."""
-    model = SIZES["large"] if world.device.type == "cuda" else SMALL
+    model = MODEL_SIZES["large"] if world.device.type == "cuda" else CPU_MODEL
     batch = micro_batch(LENGTHS[world.device.type], model).to(world.device)
     sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
     alone = bare(model, batch, GlobalCounts(*sizes), world)
@@ -91,7 +91,7 @@ def tell(world: World, line: str) -> None:
 
 def main() -> None:
     """Measure, printing each row of the table as soon as it is ready."""
-    parser = Parser(prog="python -m trainer.bench.engine", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m trainer.bench.engine", description=__doc__.split("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[8, 1], help="micro-batches per step")
     parser.add_argument("--optimizer", choices=("lamb", "adam"), default="lamb")

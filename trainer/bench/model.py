@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest, read_histogram
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from kernels.dropout import token_keys
 from trainer.console import print_result
 from trainer.model.batch import GlobalCounts, MicroBatch
@@ -32,12 +32,12 @@ from trainer.model.flops import model_flops
 
 TOKENS = 32_768
 Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # builds a forward and backward pass
-SIZES = {
+MODEL_SIZES = {
     "base": ModelConfig(),
     "large": ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096),
 }
 # Substrings of kernel names by category; a kernel counts towards the first category that matches.
-PARTS = {
+KERNEL_CATEGORIES = {
     "attention": ("attention_", "fmha", "flash", "sdpa"),
     "LayerNorm": ("layer_norm",),
     "GELU": ("gelu",),
@@ -146,10 +146,10 @@ def by_kernel(run: Callable[[], object]) -> dict[str, float]:
 
 
 def parts(run: Callable[[], object]) -> dict[str, float]:
-    """GPU milliseconds of one ``run``, by category in PARTS, largest first."""
+    """GPU milliseconds of one ``run``, by category in KERNEL_CATEGORIES, largest first."""
     spent: dict[str, float] = {}
     for name, ms in by_kernel(run).items():
-        fits = (part for part, marks in PARTS.items() if any(mark in name.lower() for mark in marks))
+        fits = (part for part, marks in KERNEL_CATEGORIES.items() if any(mark in name.lower() for mark in marks))
         part = next(fits, "rest")
         spent[part] = spent.get(part, 0.0) + ms
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
@@ -178,8 +178,8 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
 
 def main() -> None:
     """Measure, printing each row of the table as soon as it is ready."""
-    parser = Parser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="large")
+    parser = CommandParser(prog="python -m trainer.bench", description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=MODEL_SIZES, default="large")
     parser.add_argument("--shards", nargs="*", type=Path, default=[], help="also time the lengths of these data sets")
     parser.add_argument("--compile", action="store_true", help="also time Hugging Face with torch.compile (minutes)")
     given = parser.parse_args()
@@ -193,7 +193,7 @@ def main() -> None:
     print_result(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, BERT-{given.size}, fp16, dropout 0.1\n")
     print_result("| sequences | who | ms | TFLOP/s | valid tokens/s | GiB |\n|---|---|---|---|---|---|")
     for name, lengths in work.items():
-        report(name, SIZES[given.size], lengths, given.compile)
+        report(name, MODEL_SIZES[given.size], lengths, given.compile)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from trainer.bench.model import micro_batch
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.console import print_result
 from trainer.data.loader import StepBatch
 from trainer.engine.engine import Engine, EngineConfig
@@ -30,7 +30,8 @@ from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
 from trainer.monitor.plateau import Baseline
 from trainer.ranks.world import World, from_launcher, join, leave
 
-SMALL = ModelConfig(layers=4, hidden=256, heads=4, intermediate=1024, vocab_size=8192)  # a tenth of a second on CPUs
+# A step takes a tenth of a second on CPUs.
+CPU_MODEL = ModelConfig(layers=4, hidden=256, heads=4, intermediate=1024, vocab_size=8192)
 LENGTHS = {"cpu": [128] * 4, "cuda": [128] * 256}  # BERT-Base on GPUs
 
 
@@ -41,11 +42,11 @@ class Silent(Stopwatch):
         """Do nothing, where a Stopwatch records the boundary between two parts."""
 
 
-class Bench:
+class OverheadBench:
     """An engine, a batch, and the metrics of a run that ends when the measurement does."""
 
     def __init__(self, world: World, folder: Path) -> None:
-        model = SMALL if world.device.type == "cpu" else ModelConfig()
+        model = CPU_MODEL if world.device.type == "cpu" else ModelConfig()
         self.world, self.watches = world, {True: Stopwatch(world.device), False: Silent(world.device)}
         self.engine = Engine(EngineConfig(), Bert(model, 1), OptimizerConfig(), world, 1, self.watches[True])
         config = MetricsConfig(port=None, tensorboard=True)
@@ -58,15 +59,15 @@ class Bench:
         self.state, self.seconds = TrainState(), 0.0  # seconds: this thread's time in the metrics
         self.metrics.describe(self.state, {})
 
-    def block(self, steps: int, told: bool) -> float:
-        """The seconds that this many steps take, with metrics if ``told``, else without."""
-        self.engine.watch = self.watches[told]
+    def block(self, steps: int, with_metrics: bool) -> float:
+        """The seconds that this many steps take, with metrics if ``with_metrics``, else without."""
+        self.engine.watch = self.watches[with_metrics]
         self._meet()
         begun = time.perf_counter()
         for _ in range(steps):
             result = self.engine.step(self.batch.micro_batches, self.batch.counts, self.state.attempts, 1e-5)
             self.state = self.state.after(self.batch, result.applied)
-            if told:
+            if with_metrics:
                 began = time.thread_time()
                 self.metrics.step(self.state, self.batch, result, 1e-5)
                 self.seconds += time.thread_time() - began
@@ -81,7 +82,7 @@ class Bench:
 
 def main() -> None:
     """Measure, and print the result."""
-    parser = Parser(prog="python -m trainer.bench.overhead", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m trainer.bench.overhead", description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=20, help="number of blocks with metrics, and as many without")
     parser.add_argument("--steps", type=int, default=20, help="steps per block; fewer than ten mean little")
     given = parser.parse_args()
@@ -90,14 +91,14 @@ def main() -> None:
     world = from_launcher("auto")
     join(world, 600)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(world, Path(folder))
-        for told in (True, False):
-            bench.block(given.steps, told)
+        bench = OverheadBench(world, Path(folder))
+        for with_metrics in (True, False):
+            bench.block(given.steps, with_metrics)
         times: dict[bool, list[float]] = {True: [], False: []}
         bench.seconds = 0.0
         for pair in range(given.pairs):
-            for told in (True, False) if pair % 2 else (False, True):
-                times[told].append(bench.block(given.steps, told))
+            for with_metrics in (True, False) if pair % 2 else (False, True):
+                times[with_metrics].append(bench.block(given.steps, with_metrics))
     if world.is_main:
         ratios = [100 * (a / b - 1) for a, b in zip(times[True], times[False], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)

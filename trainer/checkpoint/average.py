@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.changes import differing, spelled
+from trainer.checkpoint.changed_settings import differing, spelled
 from trainer.checkpoint.reading import (
     Checkpoint,
     Pieces,
@@ -25,7 +25,7 @@ from trainer.checkpoint.reading import (
     step_of,
     verify,
 )
-from trainer.checkpoint.state import state_of
+from trainer.checkpoint.train_state import state_of
 from trainer.console import Tell, warn
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.exits import FAILED

@@ -30,8 +30,8 @@ def choose(root: Path, world: World, check: Check, allow: Allow) -> Checkpoint |
     one whose record ``check`` refuses. ``allow`` receives what was chosen and why each newer one was skipped.
     """
     damaged: dict[str, str] = {}  # name: why
-    told: set[str] = set()
-    while name := broadcast_text(together(partial(_name, root, world, damaged, told, allow), world), world):
+    reported: set[str] = set()
+    while name := broadcast_text(together(partial(_name, root, world, damaged, reported, allow), world), world):
         failure = first_failure(together(partial(disprove, root / name, world, check), world), world)
         if not failure:
             return together(partial(read, root / name), world)
@@ -39,15 +39,15 @@ def choose(root: Path, world: World, check: Check, allow: Allow) -> Checkpoint |
     return None
 
 
-def _name(root: Path, world: World, damaged: dict[str, str], told: set[str], allow: Allow) -> str:
+def _name(root: Path, world: World, damaged: dict[str, str], reported: set[str], allow: Allow) -> str:
     """Name the checkpoint to resume from, empty for a fresh start. Rank 0 reports each skipped one once."""
     if not world.is_main:
         return ""
     found, passed = newest(root, damaged)
     for reason in passed:
-        if reason not in told:
+        if reason not in reported:
             say(f"skipped: {reason}")
-    told.update(passed)
+    reported.update(passed)
     allow(found, passed)
     return "" if found is None else found.folder.name
 

@@ -112,8 +112,8 @@ class Saver:
         failure = first_failure(save.failure, self.world) if fails else ""
         if fails and self.world.is_main:  # it may have failed for lack of disk space
             shutil.rmtree(save.temporary, ignore_errors=True)
-        figures = save.size, save.stall_seconds, save.seconds, save.ended
-        self.last = Saved(save.step, save.folder, failure, *figures, save.leftover)
+        numbers = save.size, save.stall_seconds, save.seconds, save.ended
+        self.last = Saved(save.step, save.folder, failure, *numbers, save.leftover)
         return [self.last]
 
     def finish(self) -> list[Saved]:
@@ -176,9 +176,9 @@ def first_failure(failure: str, world: World) -> str:
     """The first failed rank's number and ``failure``, on every rank; empty if none failed. A collective."""
     own = f"rank {world.rank}: {failure}".encode()[:_REASON_BYTES] if failure else b""
     padded = torch.frombuffer(bytearray(own.ljust(_REASON_BYTES, b"\0")), dtype=torch.uint8).to(world.device)
-    told = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(told, padded)
-    texts = (bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore") for text in told)
+    gathered = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(gathered, padded)
+    texts = (bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore") for text in gathered)
     return next((text for text in texts if text), "")
 
 

@@ -43,7 +43,7 @@ from trainer.errors import TrainerError, shortage
 from trainer.model.batch import MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 
-TOLERANCE = 1e-5  # largest allowed difference of fp32 logits, as a share of the largest logit
+LOGIT_TOLERANCE = 1e-5  # largest allowed difference of fp32 logits, as a share of the largest logit
 _ACTIVATIONS = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
@@ -251,7 +251,7 @@ def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, tokenize
     """Compare the model that transformers loads from ``folder`` with ours of ``weights``, on random batches in fp32.
 
     Ours runs unpadded. Raises TrainerError for a missing or unexpected name, a setting or token that transformers reads
-    differently, or a difference above TOLERANCE.
+    differently, or a difference above LOGIT_TOLERANCE.
     """
     kind = class_name("BertForPreTraining", model)
     theirs = load_transformers(folder, kind)
@@ -269,9 +269,9 @@ def check(folder: Path, weights: dict[str, Tensor], model: ModelConfig, tokenize
             pairs = list(zip(ours.logits(batch), padded_logits(theirs, batch), strict=True))
         mlm, nsp = (difference(a, b) for a, b in pairs)
         worst = Parity(max(worst.mlm, mlm), max(worst.nsp, nsp))
-    if not max(worst.mlm, worst.nsp) <= TOLERANCE:  # written so that NaN fails
+    if not max(worst.mlm, worst.nsp) <= LOGIT_TOLERANCE:  # written so that NaN fails
         seen = f"MLM by {worst.mlm:.1e}, NSP by {worst.nsp:.1e}"
-        raise TrainerError(f"{folder}: logits differ from Lambert's, {seen}; only {TOLERANCE} is allowed")
+        raise TrainerError(f"{folder}: logits differ from Lambert's, {seen}; only {LOGIT_TOLERANCE} is allowed")
     return worst
 
 

@@ -1,7 +1,7 @@
 """Writes the model card of an export: README.md and a figure, only from what the run itself recorded.
 
-The sources are the checkpoint's record, the run's journal, and the manifests of the shards if they are still available
-and unchanged since the run.
+The sources are the checkpoint's record, the run's metrics log, and the manifests of the shards if they are still
+available and unchanged since the run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import yaml
 from data_prep.json_text import shown
 from trainer.checkpoint.average import steps
 from trainer.checkpoint.reading import Checkpoint, model_of
-from trainer.checkpoint.vocabulary import manifests_of, recorded
+from trainer.checkpoint.trained_tokenizer import manifests_of, recorded
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
-from trainer.monitor.journal import JOURNAL, SPENT, Record, lines
+from trainer.monitor.metrics_log import METRICS_LOG, TIME_STATES, Record, lines
 
 PICTURE = "learning.png"
 _SOURCES = 20  # how many corpus files are listed by name
@@ -32,8 +32,8 @@ _UNSTATED = "# state it before you publish this model: python -m trainer.export 
 
 
 @dataclass
-class Journalled:
-    """The contents of a journal up to a step."""
+class Logged:
+    """The contents of a metrics log up to a step."""
 
     heldout: dict[int, Record] = field(default_factory=dict)  # number of a phase: its last evaluation
     attempts: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # ranks and seconds of each attempt
@@ -58,13 +58,13 @@ class Journalled:
 
 
 def write_card(folder: Path, averaged: Sequence[Checkpoint], licence: str | None, language: str | None) -> None:
-    """Write the card of the checkpoints' average into ``folder``, with learning curves if there is a journal.
+    """Write the card of the checkpoints' average into ``folder``, with learning curves if there is a metrics log.
 
     The newest checkpoint comes first. A single one is its own average.
     """
     found = averaged[0]
     record, config = found.record, found.record["config"]
-    said = read_journal(found.folder.parent / JOURNAL, record["state"]["step"], config["phases"])
+    said = read_metrics_log(found.folder.parent / METRICS_LOG, record["state"]["step"], config["phases"])
     sections = [
         _front(licence, language),
         _head(averaged, model_of(found)),
@@ -84,14 +84,14 @@ def write_card(folder: Path, averaged: Sequence[Checkpoint], licence: str | None
     (folder / "README.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
-def read_journal(path: Path, step: int, phases: Sequence[dict[str, Any]]) -> Journalled | None:
-    """The contents of a journal up to ``step``; None if it is missing, too old, or contains no step.
+def read_metrics_log(path: Path, step: int, phases: Sequence[dict[str, Any]]) -> Logged | None:
+    """The contents of a metrics log up to ``step``; None if it is missing, too old, or contains no step.
 
-    Raises TrainerError if the file is not a journal.
+    Raises TrainerError if the file is not a metrics log.
     """
     if not path.is_file():
         return None
-    ends, said, stepped = list(accumulate(phase["steps"] for phase in phases)), Journalled(), False
+    ends, said, stepped = list(accumulate(phase["steps"] for phase in phases)), Logged(), False
     try:
         for record in lines(path):
             said.take(record, step, ends)
@@ -145,9 +145,9 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
         name = f"**{phase['name']}**, sequences of up to {phase['sequence_length']} tokens: "
         if manifest is None:
             known = recorded(record)
-            told = "" if known is None else f" Their tokenizer has sha256 `{known}`."
+            note = "" if known is None else f" Their tokenizer has sha256 `{known}`."
             yield (
-                f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not available for this card.{told}"
+                f"{name}shards whose manifest has sha256 `{phase['shards']}`; it was not available for this card.{note}"
             )
             continue
         corpus, settings, counts = manifest.corpus, manifest.settings, manifest.counts
@@ -169,7 +169,7 @@ def _data(record: dict[str, Any]) -> Iterator[str]:
         yield rows[0] + "\n\n" + "\n".join(rows[1:])
 
 
-# ---- recipe and figures --------------------------------------------------------------------------------------
+# ---- recipe and metrics --------------------------------------------------------------------------------------
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -211,14 +211,14 @@ def _draw(run: Path, path: Path) -> None:
     from matplotlib import rc_context
 
     from trainer.monitor.history import read_history
-    from trainer.monitor.panels import ROWS, STYLE
+    from trainer.monitor.panels import PANEL_ROWS, STYLE
     from trainer.monitor.summary import draw
 
     with rc_context(STYLE):
-        draw(read_history(run), "", rows_wanted=ROWS[:1]).savefig(path, dpi=80, format="png")
+        draw(read_history(run), "", rows_wanted=PANEL_ROWS[:1]).savefig(path, dpi=80, format="png")
 
 
-def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], averaged: Sequence[Checkpoint]) -> str:
+def _heldout(said: Logged, phases: Sequence[dict[str, Any]], averaged: Sequence[Checkpoint]) -> str:
     names = [f"{task}_{kind}" for task in ("mlm", "mask", "nsp") for kind in ("loss", "accuracy")]
     shown = [name for name in names if any(name in record for record in said.heldout.values())]
     rows = [
@@ -226,7 +226,7 @@ def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], averaged: Seque
             phases[number]["name"],
             f"{record['step']:,}",
             _day(record["time"]),
-            *(_figure(record, name) for name in shown),
+            *(_metric(record, name) for name in shown),
         )
         for number, record in sorted(said.heldout.items())
     ]
@@ -240,7 +240,7 @@ def _heldout(said: Journalled, phases: Sequence[dict[str, Any]], averaged: Seque
     return f"{markdown_table(head, rows)}\n\n{note}"
 
 
-def _figure(record: Record, name: str) -> str:
+def _metric(record: Record, name: str) -> str:
     value = record.get(name)
     return "" if value is None else f"{value:.1%}" if name.endswith("accuracy") else f"{value:.4f}"
 
@@ -249,8 +249,8 @@ def _day(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d")
 
 
-def _hardware(said: Journalled) -> str:
-    facts, hours = said.facts, dict.fromkeys(SPENT, 0.0)
+def _hardware(said: Logged) -> str:
+    facts, hours = said.facts, dict.fromkeys(TIME_STATES, 0.0)
     for ranks, spent in said.attempts:
         for on, seconds in spent.items():
             hours[on] = hours.get(on, 0.0) + ranks * seconds / 3600
@@ -276,10 +276,10 @@ def _versions(facts: dict[str, str], record: dict[str, Any]) -> str:
     return "- " + "\n- ".join([f"configuration {facts['config']}", *known])
 
 
-def _limits(said: Journalled | None) -> str:
-    figures = "the held-out metrics above" if said is not None and said.heldout else "what is stated above"
+def _limits(said: Logged | None) -> str:
+    known = "the held-out metrics above" if said is not None and said.heldout else "what is stated above"
     return (
-        f"Nothing is known about this model except {figures}. It has not been evaluated on any task, on text unlike "
+        f"Nothing is known about this model except {known}. It has not been evaluated on any task, on text unlike "
         "its training data, or for bias, toxicity, or memorized private text, which a corpus may contain. It fills in "
         "masked words and is meant to be fine-tuned; it is not a source of facts."
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from data_prep.tokenizer import CLEANING, CONTINUING, DEFAULTS, Tokenizer
+from data_prep.tokenizer import CLEANING, CONTINUING, DEFAULT_SETTINGS, Tokenizer
 from trainer.convert.hugging_face import MODEL_TYPES
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
@@ -60,7 +60,7 @@ def config_facts(folder: Path, theirs: Any, kind: str, model: ModelConfig, pad: 
 
 def tokenizer_facts(folder: Path, theirs: Any, tokenizer: Tokenizer, model: ModelConfig) -> Facts:
     """The settings of the folder's tokenizer. ``theirs``: the tokenizer that transformers built from it."""
-    written = DEFAULTS | json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    written = DEFAULT_SETTINGS | json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     ids = {
         f"{name}_token_id": (getattr(theirs, f"{name}_token_id"), i) for name, i in asdict(tokenizer.specials).items()
     }

@@ -22,7 +22,7 @@ from data_prep.json_text import parse_json
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from trainer.checkpoint.leftovers import temporary
 from trainer.checkpoint.reading import find, load_weights, model_of, named, require_finite, require_shapes
-from trainer.checkpoint.vocabulary import load_trained, own_folder, recorded, require_rows, unproven
+from trainer.checkpoint.trained_tokenizer import load_trained, own_folder, recorded, require_rows, unproven
 from trainer.console import Tell, silent, warn
 from trainer.convert.folder import read_folder
 from trainer.convert.hugging_face import missing_heads
@@ -226,9 +226,9 @@ def load_bert(path: Path, tell: Tell = silent) -> tuple[Bert, Path, list[str]]:
     the tokenizer cannot be verified or is smaller than the model. Raises TrainerError for any other path, and if the
     tokenizer is not the recorded one.
     """
-    told: list[str] = []
-    given = read(source(path, tell) if path.is_dir() else path, told.append)
-    for line in told:
+    messages: list[str] = []
+    given = read(source(path, tell) if path.is_dir() else path, messages.append)
+    for line in messages:
         if line.startswith("warning:"):  # callers that need a missing head report it themselves
             tell(line)
     if given.model is None or given.tokenizer is None:

@@ -26,7 +26,7 @@ from data_prep.json_text import shown
 from data_prep.manifest import (
     LENGTH_COUNTS,
     MANIFEST,
-    SMALL,
+    SMALL_FILE_BYTES,
     TOKEN_COUNTS,
     TOKENIZER_FOLDER,
     Manifest,
@@ -34,10 +34,10 @@ from data_prep.manifest import (
     file_sha256,
     load_manifest,
 )
-from data_prep.shards import PREFIX, index_limit, index_path, tar_path
+from data_prep.shards import SHARD_PREFIX, index_limit, index_path, tar_path
 from data_prep.tokenizer import TOKENIZER_FILES, load_proven
 from trainer.bounds import outside
-from trainer.data.remote import POLL, Remote
+from trainer.data.remote import DOWNLOAD_POLL_SECONDS, Remote
 from trainer.errors import PassingError, TrainerError, exit_code, shortage
 from trainer.exits import FAILED
 
@@ -140,7 +140,7 @@ class Cache:
         try:
             while not self._share(shard, lock):
                 if not _try_lock(lock, fcntl.LOCK_EX):  # another process fetches or removes it: check again
-                    if self.remote.ended.wait(POLL):
+                    if self.remote.ended.wait(DOWNLOAD_POLL_SECONDS):
                         raise TrainerError(f"{self.remote.address}: the run is ending")
                 elif not self._is_whole(shard):
                     self._fetch(shard, lock, asked)
@@ -213,7 +213,7 @@ def open_cache(address: str, cache: CacheConfig, stall: float, turn: int) -> Cac
         root = root.expanduser()
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="incoming-", dir=root) as incoming:
-            remote.fetch(MANIFEST, Path(incoming) / MANIFEST, None, SMALL)
+            remote.fetch(MANIFEST, Path(incoming) / MANIFEST, None, SMALL_FILE_BYTES)
             folder = root / file_sha256(Path(incoming) / MANIFEST)
             manifest = _load(Path(incoming), remote)
             folder.mkdir(exist_ok=True)
@@ -235,7 +235,7 @@ def _load(folder: Path, remote: Remote) -> Manifest:
     except DataError as error:
         raise TrainerError(f"{remote.address}: {str(error).replace(str(folder) + '/', '')}") from None
     names = [shard.name for shard in manifest.shards]
-    strange = [name for name in names if "/" in name or not name.startswith(PREFIX)]
+    strange = [name for name in names if "/" in name or not name.startswith(SHARD_PREFIX)]
     if strange or (manifest.token_counts.file, manifest.length_counts.file) != (TOKEN_COUNTS, LENGTH_COUNTS):
         raise TrainerError(
             f"{remote.address}/{MANIFEST} names files that no build writes: name a data set built by data_prep"
@@ -245,11 +245,11 @@ def _load(folder: Path, remote: Remote) -> Manifest:
 
 def _fetch_small(remote: Remote, manifest: Manifest, folder: Path) -> None:
     for histogram in (manifest.token_counts, manifest.length_counts):
-        remote.fetch(histogram.file, folder / histogram.file, histogram.sha256, SMALL)
+        remote.fetch(histogram.file, folder / histogram.file, histogram.sha256, SMALL_FILE_BYTES)
     tokenizer = folder / TOKENIZER_FOLDER
     tokenizer.mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
-        remote.fetch(f"{TOKENIZER_FOLDER}/{name}", tokenizer / name, None, SMALL)
+        remote.fetch(f"{TOKENIZER_FOLDER}/{name}", tokenizer / name, None, SMALL_FILE_BYTES)
     try:
         load_proven(tokenizer, manifest.tokenizer.sha256, remedy="publish the data set again")
     except DataError as error:
@@ -283,7 +283,7 @@ def _make_room(cache: Path, limit: float) -> None:
     Only shards with a lock file are removed: the user's own data sets are never touched, wherever the cache is.
     """
     tars = []
-    for lock in cache.glob(f"*/{PREFIX}*.lock"):
+    for lock in cache.glob(f"*/{SHARD_PREFIX}*.lock"):
         tar = tar_path(lock.parent, lock.stem)
         try:
             about = tar.stat()

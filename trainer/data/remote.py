@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from data_prep.servers import Bound
 
 WAITS = (1, 2, 4, 8)  # seconds between two attempts
-POLL = 0.05  # seconds between two checks of a download
+DOWNLOAD_POLL_SECONDS = 0.05  # seconds between two checks of a download
 ASKERS = 16  # concurrent requests for file sizes
 SLOWEST = 20_000  # bytes per second: a slower download has stalled
 LISTED = 1000  # names that a server should list within one stall time
@@ -114,7 +114,7 @@ class Remote:
         bound = Bound(limit)
         task = self._begin(f"{self.root}/{key}", path, bound)
         size, since = 0, time.monotonic()
-        while not wait([task], POLL).done:
+        while not wait([task], DOWNLOAD_POLL_SECONDS).done:
             length, written = _lengths(path)
             now = max(bound.value, written)
             if now - size >= self.stall * SLOWEST:

@@ -30,12 +30,12 @@ from torch import Tensor
 from data_prep.atomic import replacing
 from data_prep.encoding import read_utf8
 from data_prep.errors import DataError
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.console import complain, print_result, teller
 from trainer.convert.weights import load_bert, require_new
-from trainer.encode.vectors import Part, Text, write_npy, write_parquet
+from trainer.encode.vectors import EncodedPart, Text, write_npy, write_parquet
 from trainer.errors import TrainerError, exit_code
 from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, fit, pack
@@ -143,7 +143,7 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
 def encode(
     model: Bert, examples: Sequence[Example], pooling: Pooling, control: tuple[int, ...]
 ) -> list[NDArray[np.float32]]:
-    """Return each example's fp32 vectors, in order (see :class:`Part`). ``control``: the ids of [CLS] and [SEP]."""
+    """Return each example's fp32 vectors, in order (see `EncodedPart`). ``control``: the ids of [CLS] and [SEP]."""
     device = model.token_table.device
     out: dict[int, NDArray[np.float32]] = {}
     for chosen in _by_length(examples):
@@ -198,7 +198,7 @@ def pooled(model: Bert, batch: Rows, places: Tensor, pooling: Pooling, control: 
 
 def encode_parts(
     texts: Iterable[Text], model: Bert, tokenizer: Tokenizer, pooling: Pooling, marked: bool = False, cut: bool = False
-) -> Iterator[Part]:
+) -> Iterator[EncodedPart]:
     """Encode the texts, one bounded part at a time. Raises TrainerError for a text that is too long, unless ``cut``.
 
     Reports at the end how many texts were truncated.
@@ -215,7 +215,7 @@ def encode_parts(
                 )
             shortened += lost > 0
         examples = [example for example, _ in found]
-        yield Part(start, part, examples, encode(model, examples, pooling, control))
+        yield EncodedPart(start, part, examples, encode(model, examples, pooling, control))
         start += len(part)
     if shortened:
         _tell(f"{shortened:,} of {start:,} texts were truncated to {longest} tokens")
@@ -239,7 +239,7 @@ def _gathered(texts: Iterable[Text], most: int) -> Iterator[list[Text]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
-    parser = Parser(prog="python -m trainer.encode", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m trainer.encode", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--model",
         required=True,
@@ -296,7 +296,7 @@ def _run(options: argparse.Namespace, single: bool, texts: Iterable[Text]) -> No
         raise TrainerError(f"{options.model} has no pooler: choose another --pool")
     model.to(device).eval()
     parts = encode_parts(texts, model, tokenizer, pooling, options.marked, options.cut)
-    parts = _told(parts, f"kernels: {kernels.name} ({kernels.reason})")
+    parts = _with_progress(parts, f"kernels: {kernels.name} ({kernels.reason})")
     with replacing(options.out) as file:
         _WRITERS[options.out.suffix](file, parts, tokenizer.pieces if single else None)
     print_result(str(options.out))
@@ -317,20 +317,20 @@ def _lines(options: argparse.Namespace) -> Iterator[tuple[Iterable[str], str]]:
                 yield decoded(file, f"{path}, line"), f"{path}, line"
 
 
-def _told(parts: Iterable[Part], first: str) -> Iterator[Part]:
+def _with_progress(parts: Iterable[EncodedPart], first: str) -> Iterator[EncodedPart]:
     """Pass the parts on; print ``first``, then a line of progress now and then.
 
     Raises TrainerError if there are no parts.
     """
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     done = 0
     for part in parts:
         if not done:
             _tell(first)
         yield part
         done, now = part.start + len(part.texts), time.monotonic()
-        if now - told > _PATIENCE:
-            told = now
+        if now - reported > _PATIENCE:
+            reported = now
             _tell(f"{done:,} texts, {done / (now - began):,.0f} per second")
     if not done:
         raise TrainerError("the input has no texts: name some")

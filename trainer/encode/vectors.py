@@ -28,7 +28,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Part:
+class EncodedPart:
     """Consecutive texts with their examples and vectors."""
 
     start: int  # number of the first text
@@ -37,7 +37,7 @@ class Part:
     vectors: list[NDArray[np.float32]]  # (1, width) each, or (places, width) for single tokens
 
 
-def write_npy(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] | None = None) -> None:
+def write_npy(file: IO[bytes], parts: Iterable[EncodedPart], pieces: Sequence[str] | None = None) -> None:
     """Write one fp32 array (texts, width) part by part; its header is completed last."""
     rows, width = 0, 0
     file.write(_npy_header(0, 0))
@@ -55,7 +55,7 @@ def _npy_header(rows: int, width: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
 
 
-def write_parquet(file: IO[bytes], parts: Iterable[Part], pieces: Sequence[str] | None = None) -> None:
+def write_parquet(file: IO[bytes], parts: Iterable[EncodedPart], pieces: Sequence[str] | None = None) -> None:
     """Write one row per text: its number, its id if it has one, the text or pair, and the vector.
 
     With ``pieces`` (the vocabulary), write one row per token, with its position (0 is [CLS]) and its name.

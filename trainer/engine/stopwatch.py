@@ -17,26 +17,26 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._borders: list[tuple[str, Any]] = []  # a part's name and its start, an event or seconds
+        self._boundaries: list[tuple[str, Any]] = []  # a part's name and its start, an event or seconds
 
     def begin(self, part: str) -> None:
         """Start timing ``part``, or nothing if it is empty."""
-        border: Any = time.perf_counter()
+        boundary: Any = time.perf_counter()
         if self._cuda:
-            border = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            border.record()
-        self._borders.append((part, border))
+            boundary = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            boundary.record()
+        self._boundaries.append((part, boundary))
 
     def read(self) -> dict[str, float]:
         """Seconds of each part since the last reading. Call it once a later result is known.
 
         On a GPU it waits for the last boundary, which has passed by then.
         """
-        borders, self._borders = self._borders, []
-        if borders and self._cuda:
-            borders[-1][1].synchronize()
+        boundaries, self._boundaries = self._boundaries, []
+        if boundaries and self._cuda:
+            boundaries[-1][1].synchronize()
         total: dict[str, float] = {}
-        for (part, begun), (_, ended) in zip(borders, borders[1:], strict=False):
+        for (part, begun), (_, ended) in zip(boundaries, boundaries[1:], strict=False):
             if part:
                 seconds = begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
                 total[part] = total.get(part, 0.0) + seconds

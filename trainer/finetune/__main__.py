@@ -21,22 +21,22 @@ from trainer.console import Tell, print_result, say, silent, warn
 from trainer.engine.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError, exit_code, explain, one_line
 from trainer.exits import DONE, STOPPED
-from trainer.finetune.data import Part, Table, read_part, read_training
+from trainer.finetune.data import EvaluationFile, UnitTable, read_evaluation_file, read_training
 from trainer.finetune.formats import split_name
 from trainer.finetune.labels import only_class
 from trainer.finetune.options import Options, parse
 from trainer.finetune.predict import default_name
-from trainer.finetune.report import closing, counted, draw, table
-from trainer.finetune.result import Result, summarise
-from trainer.finetune.run import Job
-from trainer.finetune.start import choose, read_pretrained
-from trainer.finetune.sweep import PICTURE, conclude, require_same, sweep
+from trainer.finetune.pretrained import needed_weights, read_pretrained
+from trainer.finetune.result import RunResult, summarise
+from trainer.finetune.run import FineTuningJob
+from trainer.finetune.sweep import SWEEP_PICTURE, conclude, require_same, sweep
+from trainer.finetune.sweep_report import closing, counted, draw, table
 from trainer.finetune.task import Task
 from trainer.finetune.tasks import known
 from trainer.ranks.ending import fail, guard
 from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
-from trainer.run.lock import PATIENCE, hold
+from trainer.run.lock import LOCK_PATIENCE_SECONDS, hold
 
 STOP_STEPS = 10  # steps between checks for a requested stop
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     leave(DONE)
 
 
-def prepare(arguments: Sequence[str] | None) -> tuple[World, Job, Part | None]:
+def prepare(arguments: Sequence[str] | None) -> tuple[World, FineTuningJob, EvaluationFile | None]:
     """Work out everything a rank can alone. Ends the process with a one-line error if anything is wrong."""
     try:
         options = parse(arguments)
@@ -81,7 +81,7 @@ def by_option(text: str) -> str:
     return text
 
 
-def make_job(options: Options, tell: Tell) -> tuple[Job, Part | None]:
+def make_job(options: Options, tell: Tell) -> tuple[FineTuningJob, EvaluationFile | None]:
     """Build the task, its tokenised data and the starting weights; also return the test file, if any."""
     task = known(options.task).make(options.wish, tell)
     given = read_pretrained(options.model, options.tokenizer, tell)
@@ -91,11 +91,11 @@ def make_job(options: Options, tell: Tell) -> tuple[Job, Part | None]:
         raise TrainerError(f"--max-length is {longest}, but {options.model} has {most} positions: use at most {most}")
     encoder = given.tokenizer.encoder
     training = read_training(options.wish.train, task, encoder, longest)
-    dev, *also = (read_part(path, task, encoder, longest) for path in (options.dev, *options.also))
+    dev, *also = (read_evaluation_file(path, task, encoder, longest) for path in (options.dev, *options.also))
     for part in (dev, *also):
         if not part.known:
             raise TrainerError(f"{part.path} has no labels to evaluate against: name their column (--label-column)")
-    test = None if options.test is None else read_part(options.test, task, encoder, longest)
+    test = None if options.test is None else read_evaluation_file(options.test, task, encoder, longest)
     _tell_classes(task, options.wish.train, training, list(filter(None, (dev, *also, test))), tell)
     if test is not None and not test.known:
         options = replace(options, predict=options.predict or options.out / default_name(test.path))
@@ -110,12 +110,12 @@ def make_job(options: Options, tell: Tell) -> tuple[Job, Part | None]:
         "recipe": {k: v for k, v in asdict(options.recipe).items() if k not in ("batch", "rate", "epochs")},
         "evaluation": [options.eval_every, options.patience],
     }
-    start = choose(given, task, tell)
+    start = needed_weights(given, task, tell)
     tell(f"{options.task}: {len(training):,} training examples, {len(dev.table):,} dev examples")
-    return Job(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
+    return FineTuningJob(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
 
 
-def _tell_classes(task: Task, train: Path, training: Table, parts: list[Part], tell: Tell) -> None:
+def _tell_classes(task: Task, train: Path, training: UnitTable, parts: list[EvaluationFile], tell: Tell) -> None:
     """Report the classes of each file, and warn if an evaluation file has only one."""
     tell("classes in " + counted(train, training.classes))
     for part in parts:
@@ -135,15 +135,15 @@ def _which(path: Path) -> list[str]:
     return [file_sha256(file), *chosen]
 
 
-def run(world: World, job: Job, test: Part | None) -> bool:
+def run(world: World, job: FineTuningJob, test: EvaluationFile | None) -> bool:
     """Do all runs and combine their results. False if asked to stop; everything is then saved."""
     options = job.options
     facts: dict[str, Any] = {"task": options.task, "settings": str(options.settings), "seeds": str(options.seeds)}
-    told = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
-    for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": told}):
+    digest = hashlib.sha256(json.dumps(job.identity, sort_keys=True).encode()).hexdigest()
+    for difference in join(world, options.machine.timeout, facts | {"data, model and recipe": digest}):
         warn(f"not the same on all ranks: {difference}")
     together(partial(require_same, job) if world.is_main else _nothing, world)
-    patience = min(PATIENCE, options.machine.timeout / 2)  # meanwhile the other ranks wait in a collective
+    patience = min(LOCK_PATIENCE_SECONDS, options.machine.timeout / 2)  # meanwhile the other ranks wait in a collective
     held = together(lambda: hold(options.out, patience, say) if world.is_main else None, world)
     with backend.using(options.machine.kernels), held or nullcontext():
         results = sweep(job, world, Stop(world, STOP_STEPS))
@@ -156,10 +156,10 @@ def run(world: World, job: Job, test: Part | None) -> bool:
     return True
 
 
-def show(job: Job, results: list[Result]) -> None:
+def show(job: FineTuningJob, results: list[RunResult]) -> None:
     """Draw the picture and print the table."""
     rows, measure = summarise(results, job.task.measure), job.task.measure
-    draw(rows, job.options.task, measure, job.options.out / PICTURE)
+    draw(rows, job.options.task, measure, job.options.out / SWEEP_PICTURE)
     print_result(table(rows, measure))
 
 

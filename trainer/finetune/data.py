@@ -14,17 +14,17 @@ from tokenizers import Tokenizer
 
 from trainer.data.order import Order, deal
 from trainer.errors import TrainerError
-from trainer.finetune.labels import Counts
+from trainer.finetune.labels import LabelCounts
 from trainer.finetune.task import Batched, Task, TaskBatch, TaskCounts, Unit
 
-Rows = NDArray[np.int64]
+Integers = NDArray[np.int64]
 SHARE = 16  # bits of a sample's number that say which example of its unit it is; see task.collate
 
 
-class Table:
+class UnitTable:
     """Units in flat arrays. ``batch`` makes the same batches as ``task.collate``, without a Python loop."""
 
-    def __init__(self, units: Sequence[Unit], task: Task, classes: Counts | None = None) -> None:
+    def __init__(self, units: Sequence[Unit], task: Task, classes: LabelCounts | None = None) -> None:
         self.classes = classes or {}  # class counts of the records behind the units
         examples = [example for unit in units for example in unit]
         self.dtype = task.dtype
@@ -45,7 +45,7 @@ class Table:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def batch(self, rows: Rows, samples: Rows, weight: float = 1.0) -> TaskBatch:
+    def batch(self, rows: Integers, samples: Integers, weight: float = 1.0) -> TaskBatch:
         """The units of ``rows`` as one micro-batch, with a sample number for each."""
         own = self.examples[rows]
         chosen = spans(self.first[rows], own)  # (B,) examples
@@ -68,17 +68,17 @@ class Table:
         )
 
 
-def spans(first: Rows, counts: Rows) -> Rows:
+def spans(first: Integers, counts: Integers) -> Integers:
     """Concatenated runs of consecutive numbers: ``counts[i]`` of them from ``first[i]`` on."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
 
 
-def _counts(parts: Sequence[Sequence[Any]]) -> Rows:
+def _counts(parts: Sequence[Sequence[Any]]) -> Integers:
     return np.fromiter(map(len, parts), np.int64, len(parts))
 
 
-def _starts(counts: Rows) -> Rows:
+def _starts(counts: Integers) -> Integers:
     return np.cumsum(counts) - counts
 
 
@@ -90,13 +90,13 @@ def _flat(parts: Sequence[Sequence[float]], dtype: Any) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Part:
+class EvaluationFile:
     """A file to evaluate on: its records, their units in order, and the units as a table."""
 
     path: Path
     records: list[Any]
     units: list[Unit]
-    table: Table
+    table: UnitTable
 
     @property
     def known(self) -> bool:
@@ -104,23 +104,23 @@ class Part:
         return bool(self.table.counts.any())
 
 
-def read_part(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> Part:
+def read_evaluation_file(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> EvaluationFile:
     """Read a file to evaluate on or, if it has no answers, to predict."""
     records = task.read(path)
     units = flat_units(task, records, tokenizer, longest, training=False)
     if not units:
         raise TrainerError(f"{path} has nothing to predict: check that its texts are not empty")
-    return Part(path, records, units, Table(units, task, task.classes(records)))
+    return EvaluationFile(path, records, units, UnitTable(units, task, task.classes(records)))
 
 
-def read_training(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> Table:
+def read_training(path: Path, task: Task, tokenizer: Tokenizer, longest: int) -> UnitTable:
     """Read a training file, keeping only units with a target."""
     records = task.read(path)
     units = flat_units(task, records, tokenizer, longest, training=True)
     units = [unit for unit in units if task.count(unit)]
     if not units:
         raise TrainerError(f"{path} has no labels to train on: add them, or name their column (--label-column)")
-    return Table(units, task, task.classes(records))
+    return UnitTable(units, task, task.classes(records))
 
 
 def flat_units(task: Task, records: list[Any], tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
@@ -150,7 +150,7 @@ def cut_of(batch: int, micro_batch: int | None, rank: int, ranks: int) -> Cut:
     return Cut(ranks * each, rank * each, (rank + 1) * each)
 
 
-def take(table: Table, order: Order, position: int, count: int, cut: Cut) -> tuple[list[TaskBatch], TaskCounts]:
+def take(table: UnitTable, order: Order, position: int, count: int, cut: Cut) -> tuple[list[TaskBatch], TaskCounts]:
     """This rank's micro-batches of the ``count`` units from ``position`` on, and the counts of the whole batch.
 
     A micro-batch that would be empty gets some other unit, whose loss has weight 0.

@@ -26,7 +26,7 @@ def entities(tags: Tags) -> list[tuple[str, int, int]]:
     return found
 
 
-def entity_figures(gold: Sequence[Tags], said: Sequence[Tags]) -> dict[str, float]:
+def entity_metrics(gold: Sequence[Tags], said: Sequence[Tags]) -> dict[str, float]:
     """Precision, recall and F1 over all entities and for each type, as ``f1.PER``; 0 if the denominator is 0."""
     right: Counter[str] = Counter()
     wanted: Counter[str] = Counter()
@@ -36,13 +36,13 @@ def entity_figures(gold: Sequence[Tags], said: Sequence[Tags]) -> dict[str, floa
         wanted.update(kind for kind, _, _ in true)
         claimed.update(kind for kind, _, _ in found)
         right.update(kind for kind, _, _ in set(true) & set(found))
-    figures = _figures("", right.total(), claimed.total(), wanted.total())
+    metrics = _metrics("", right.total(), claimed.total(), wanted.total())
     for kind in sorted(wanted | claimed):
-        figures |= _figures(f".{kind}", right[kind], claimed[kind], wanted[kind])
-    return figures
+        metrics |= _metrics(f".{kind}", right[kind], claimed[kind], wanted[kind])
+    return metrics
 
 
-def _figures(suffix: str, right: int, claimed: int, wanted: int) -> dict[str, float]:
+def _metrics(suffix: str, right: int, claimed: int, wanted: int) -> dict[str, float]:
     precision, recall = right / max(claimed, 1), right / max(wanted, 1)
     f1 = 2 * right / max(claimed + wanted, 1)
     return {f"f1{suffix}": f1, f"precision{suffix}": precision, f"recall{suffix}": recall}

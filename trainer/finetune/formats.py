@@ -19,7 +19,7 @@ from trainer.errors import TrainerError
 from trainer.finetune.lines import json_objects, read_lines, read_text
 
 Fields = list[str]
-TSV, CSV, LINES = (".tsv", ".txt"), (".csv",), (".jsonl", ".json", ".ndjson")
+TSV, CSV, JSON_LINES = (".tsv", ".txt"), (".csv",), (".jsonl", ".json", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ def read_rows(path: Path, headless: Sequence[str] = (), wanted: Sequence[Sequenc
     in ``wanted``. Raises TrainerError, with the line, for anything that cannot be read.
     """
     file, column, value = split_name(path)
-    if file.suffix in LINES:
+    if file.suffix in JSON_LINES:
         rows = [Row(line, {k: _text(v) for k, v in record.items()}) for line, record in json_objects(file)]
     elif file.suffix in TSV + CSV:
         rows = list(_named(file, _fields(file), headless, wanted))
     else:
-        raise TrainerError(f"{file}: unsupported file extension; use one of {' '.join(TSV + CSV + LINES)}")
+        raise TrainerError(f"{file}: unsupported file extension; use one of {' '.join(TSV + CSV + JSON_LINES)}")
     if column:
         rows = [row for row in rows if row.values.get(column) == value]
     if not rows:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from data_prep.json_text import shown
-from data_prep.options import Parser
+from data_prep.options import CommandParser
 from trainer.bounds import LARGEST_BATCH, MOST_STEPS, outside
 from trainer.errors import TrainerError
-from trainer.finetune.classify import Columns
+from trainer.finetune.classification import Columns
 from trainer.finetune.formats import split_name
 from trainer.finetune.tasks import TASKS, Known, Recipe, Wish, known
-from trainer.ranks.world import LONGEST
+from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS
 
 T = TypeVar("T", int, float)
 _STEPS = ("eval_every", "save_every", "patience")
@@ -140,9 +140,9 @@ def problems(options: Options) -> list[str]:
         *(f"--{line}".replace("_", "-") for line in outside(recipe, weight_decay=(-inf, 10))),
         *(f"--clip{line.removeprefix('clipping')}" for line in outside(recipe, clipping=(-inf, 10**9))),
     ]
-    if options.machine.timeout > LONGEST:
+    if options.machine.timeout > LONGEST_TIMEOUT_SECONDS:
         said = shown(options.machine.timeout)
-        found.append(f"--timeout is {said}: must be {LONGEST} (thirty days) or less")
+        found.append(f"--timeout is {said}: must be {LONGEST_TIMEOUT_SECONDS} (thirty days) or less")
     if options.out.exists() and not options.out.is_dir():
         found.append(f"--out {options.out} is a file: name a folder")
     if options.predict is not None and options.predict.suffix not in (".tsv", ".jsonl"):
@@ -210,7 +210,7 @@ def _several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog="python -m trainer.finetune",
         description="Fine-tune a BERT on a task, and evaluate it as the task's authors do.",
     )

@@ -19,7 +19,7 @@ RESULT = "result.json"  # in a run's folder, once it has ended
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """How a run ended."""
 
     how: str  # "done"; "degenerate": the same answer for every input; "diverged": it has no metrics
@@ -35,7 +35,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingSummary:
     """One setting over its seeds, by the task's measure on dev. A run that diverged counts as the lowest."""
 
     setting: Setting
@@ -47,7 +47,7 @@ class Row:
     constant: int  # runs with the same answer for every input
 
 
-def summarise(results: Sequence[Result], measure: str) -> list[Row]:
+def summarise(results: Sequence[RunResult], measure: str) -> list[SettingSummary]:
     """Summarise each setting in a row, in the order of their first runs. Pure."""
     rows = []
     for setting in dict.fromkeys(Setting(**result.setting) for result in results):  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def summarise(results: Sequence[Result], measure: str) -> list[Row]:
         known = [value for value in values if value is not None]
         middle = statistics.median([-1e9 if value is None else value for value in values])
         rows.append(
-            Row(
+            SettingSummary(
                 setting,
                 values,
                 middle if middle > -1e8 else None,
@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def read_result(out: Path, setting: Setting, seed: int, world: World) -> Result | None:
+def read_result(out: Path, setting: Setting, seed: int, world: World) -> RunResult | None:
     """The result of a run, read by rank 0 for all ranks; None if the run has not ended.
 
     Raises TrainerError if its folder has the result of another setting, whose numbers agree to 6 digits.
@@ -106,4 +106,4 @@ def read_result(out: Path, setting: Setting, seed: int, world: World) -> Result 
     if not text:
         return None
     tree = json.loads(text)
-    return Result(**tree | {"evaluations": tuple(tree["evaluations"])})
+    return RunResult(**tree | {"evaluations": tuple(tree["evaluations"])})

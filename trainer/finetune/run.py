@@ -15,7 +15,7 @@ from torch import Tensor
 from data_prep.json_text import shown
 from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint import reading as checkpoint
-from trainer.checkpoint.changes import Changes, differing, spelled
+from trainer.checkpoint.changed_settings import Changes, differing, spelled
 from trainer.checkpoint.leftovers import drafts, move_aside, remove, temporary
 from trainer.checkpoint.reading import Checkpoint, CheckpointConfig
 from trainer.checkpoint.resume import choose, load, record, require_saved
@@ -28,11 +28,11 @@ from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.partition import fill_masters
 from trainer.engine.schedule import Phase, learning_rate
 from trainer.errors import DivergedError, NotFiniteError, TrainerError
-from trainer.finetune.data import Part, Table, cut_of, take
-from trainer.finetune.meter import Meter
+from trainer.finetune.data import EvaluationFile, UnitTable, cut_of, take
+from trainer.finetune.evaluation import answer, judge
 from trainer.finetune.options import Options, Setting
-from trainer.finetune.result import RESULT, Result, write_json
-from trainer.finetune.score import answer, judge
+from trainer.finetune.progress import Progress
+from trainer.finetune.result import RESULT, RunResult, write_json
 from trainer.finetune.task import Task, TaskModel
 from trainer.model.bert import ModelConfig
 from trainer.ranks.stop import Stop
@@ -43,7 +43,7 @@ BEST = "best"  # until then: the checkpoint of the best evaluation
 
 
 @dataclass(frozen=True)
-class Job:
+class FineTuningJob:
     """What all runs of one command share."""
 
     options: Options  # resolved: the precision in use, and where the predictions go
@@ -51,9 +51,9 @@ class Job:
     model: ModelConfig
     start: dict[str, Tensor]  # the encoder's weights, unsharded
     tokenizer: Tokenizer
-    training: Table
-    dev: Part
-    also: tuple[Part, ...]  # further files to score at the end
+    training: UnitTable
+    dev: EvaluationFile
+    also: tuple[EvaluationFile, ...]  # further files to score at the end
     identity: dict[str, Any]  # everything that decides what is learned, apart from setting and seed
 
 
@@ -72,10 +72,10 @@ class State:
     first_loss: float | None = None  # of the first step
 
 
-class Run:
+class FineTuningRun:
     """One setting and seed on one rank. Every rank makes every call."""
 
-    def __init__(self, job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> None:
+    def __init__(self, job: FineTuningJob, setting: Setting, seed: int, world: World, stop: Stop) -> None:
         options = job.options
         self.job, self.setting, self.seed, self.world, self.stop = job, setting, seed, world, stop
         self.folder = options.out / setting.folder(seed)
@@ -106,19 +106,19 @@ class Run:
         often = CheckpointConfig(every_steps=1, keep=2)  # the newest, and the one before it, which may be the best
         self.saver = Saver(self.folder, often, self.engine.optimizer, world)
         self.saved = -1  # attempts at the newest checkpoint
-        self.meter = Meter(self.name, self.folder, self.phase.steps, self.epoch, world)
+        self.progress = Progress(self.name, self.folder, self.phase.steps, self.epoch, world)
 
     # ---- the whole run -----------------------------------------------------------------------------------------
 
-    def run(self) -> Result | None:
+    def run(self) -> RunResult | None:
         """Train to the end. None if asked to stop: the run has saved, and the same command resumes it."""
         state = self.restore()
-        self.meter.start(state.attempts, state.first_loss)
+        self.progress.start(state.attempts, state.first_loss)
         try:
             while not self._over(state):
                 state = self._step(state)
                 if self.stop.agreed(state.attempts):
-                    self.meter.require_finite()
+                    self.progress.require_finite()
                     self._save(state)
                     self._finish(state)
                     return None
@@ -144,7 +144,7 @@ class Run:
         rate = learning_rate(self.phase, state.step + 1)
         result = self.engine.step(batches, counts, state.attempts, rate)
         self._require_finite(result)
-        self.meter.step(result, counts.targets, count)
+        self.progress.step(result, counts.targets, count)
         after = replace(
             state,
             attempts=state.attempts + 1,
@@ -152,9 +152,9 @@ class Run:
             position=state.position + count,
             seconds=state.seconds + time.perf_counter() - began,
         )
-        self.meter.tell(after.attempts, rate)
-        after = replace(after, first_loss=self.meter.first_loss)
-        return self._border(after, ended=after.position // self.epoch > state.position // self.epoch)
+        self.progress.log_step(after.attempts, rate)
+        after = replace(after, first_loss=self.progress.first_loss)
+        return self._at_boundary(after, ended=after.position // self.epoch > state.position // self.epoch)
 
     def _require_finite(self, result: StepResult) -> None:
         """Raise NotFiniteError, on all ranks, if the loss scale cannot go lower; the engine covers other cases."""
@@ -162,14 +162,14 @@ class Run:
         if not result.applied and scale.scale <= scale.floor:
             raise NotFiniteError(f"gradients overflow at a loss scale of {scale.scale:g}: lower the learning rate")
 
-    def _border(self, state: State, ended: bool) -> State:
+    def _at_boundary(self, state: State, ended: bool) -> State:
         """Evaluate and save at a step boundary, if due. ``ended``: an epoch just ended."""
         options = self.job.options
         every, often = options.eval_every, options.save_every
         evaluates = ended or state.position >= self.total or (every is not None and state.attempts % every == 0)
         saves = evaluates or (often is not None and state.attempts % often == 0)
         if saves:
-            self.meter.require_finite()
+            self.progress.require_finite()
         if evaluates:
             state = self._evaluate(state)
         if saves:
@@ -179,16 +179,16 @@ class Run:
     def _evaluate(self, state: State) -> State:
         job = self.job
         judged = judge(answer(self.engine.model, job.dev.table, self.world), job.dev, job.task, self.world)
-        value = judged.figures[job.task.measure]
+        value = judged.metrics[job.task.measure]
         better = value > state.best
-        figures = {"step": state.attempts, "epoch": state.position / self.epoch, "constant": judged.constant}
-        self.meter.evaluated(figures, judged, job.task.measure)
+        place = {"step": state.attempts, "epoch": state.position / self.epoch, "constant": judged.constant}
+        self.progress.evaluated(place, judged, job.task.measure)
         return replace(
             state,
             best=max(value, state.best),
             best_at=state.attempts if better else state.best_at,
             worse=0 if better else state.worse + 1,
-            evaluations=(*state.evaluations, figures | {"figures": judged.figures}),
+            evaluations=(*state.evaluations, place | {"figures": judged.metrics}),
         )
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Run:
         state = _state_of(found)
         self._keep_best(state.best_at)
         self.say(f"{self.name}: resumed at step {state.step}")
-        self.meter.changed(state.attempts, self._changed(found))
+        self.progress.changed(state.attempts, self._changed(found))
         self.saved = state.attempts
         return state
 
@@ -237,8 +237,8 @@ class Run:
         if self.saved != state.attempts:
             self._saved(self.saver.finish(), state.best_at)
             plain = asdict(state) | {"best": state.best if math.isfinite(state.best) else None}
-            told = record(self.engine, plain, identity=self._identity(), config=self._config())
-            self.saver.save(state.attempts, told)
+            reported = record(self.engine, plain, identity=self._identity(), config=self._config())
+            self.saver.save(state.attempts, reported)
             self.saved = state.attempts
 
     def _saved(self, ended: list[Saved], best_at: int) -> None:
@@ -282,13 +282,13 @@ class Run:
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
-    def _end(self, state: State, reason: str = "") -> Result:
+    def _end(self, state: State, reason: str = "") -> RunResult:
         """Write the result and the best weights, and remove everything else that is large."""
         best = next((e for e in state.evaluations if e["step"] == state.best_at), None)
         how = "diverged" if reason else "done"
         if best and not reason and best["constant"]:
             how, reason = "degenerate", "it gives the same answer for every input"
-        result = Result(
+        result = RunResult(
             how=how,
             seed=self.seed,
             setting=asdict(self.setting),
@@ -305,7 +305,7 @@ class Run:
         together(lambda: self._leave(result) if self.world.is_main else None, self.world)
         return result
 
-    def _leave(self, result: Result) -> None:
+    def _leave(self, result: RunResult) -> None:
         if result.how != "diverged" and not (self.folder / WEIGHTS).exists():
             found = checkpoint.find(self.folder / BEST)
             if found.record["state"]["attempts"] != result.step:

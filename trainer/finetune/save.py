@@ -19,7 +19,7 @@ from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint.leftovers import move_aside, remove
 from trainer.console import Tell, warn
 from trainer.convert.folder import (
-    TOLERANCE,
+    LOGIT_TOLERANCE,
     becoming,
     config_of,
     limit_length,
@@ -116,7 +116,7 @@ def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Ta
     """Compare transformers' answers with ours on random texts, in fp32, and describe the largest difference.
 
     Raises TrainerError for a missing or unknown name, a setting or token that transformers reads differently, and
-    answers that differ by more than TOLERANCE.
+    answers that differ by more than LOGIT_TOLERANCE.
     """
     if importlib.util.find_spec("transformers") is None:
         return "not verified: transformers is not installed here"
@@ -134,9 +134,9 @@ def prove(folder: Path, weights: dict[str, Tensor], model: ModelConfig, task: Ta
         with torch.no_grad():
             a, b = ours.answers(batch), _padded(theirs, batch, task)
         worst = max(worst, float((a - b).abs().max() / b.abs().max()))
-    if not worst <= TOLERANCE:  # written this way, NaN fails too
+    if not worst <= LOGIT_TOLERANCE:  # written this way, NaN fails too
         raise TrainerError(
-            f"{folder}: transformers' answers differ by {worst:.1e} of the largest; {TOLERANCE} is allowed"
+            f"{folder}: transformers' answers differ by {worst:.1e} of the largest; {LOGIT_TOLERANCE} is allowed"
         )
     return f"whose answers in transformers differ from ours by at most {worst:.1e} of the largest"
 

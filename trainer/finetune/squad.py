@@ -35,16 +35,16 @@ def f1(said: str, golds: Golds) -> float:
     return max(_f1(normalise(said).split(), gold.split()) for gold in _compared(golds))
 
 
-def squad_figures(said: Sequence[str], golds: Sequence[Golds]) -> dict[str, float]:
+def squad_metrics(said: Sequence[str], golds: Sequence[Golds]) -> dict[str, float]:
     """Means over the questions; if some have no answer, also over those with one and those without."""
     exact = np.array([exact_match(text, right) for text, right in zip(said, golds, strict=True)])
     words = np.array([f1(text, right) for text, right in zip(said, golds, strict=True)])
     answered = np.array([bool(right) for right in golds])
-    figures = {"f1": _mean(words), "exact_match": _mean(exact)}
+    metrics = {"f1": _mean(words), "exact_match": _mean(exact)}
     for name, part in (("answered", answered), ("unanswerable", ~answered)):
         if not answered.all() and part.any():
-            figures |= {f"f1.{name}": _mean(words[part]), f"exact_match.{name}": _mean(exact[part])}
-    return figures
+            metrics |= {f"f1.{name}": _mean(words[part]), f"exact_match.{name}": _mean(exact[part])}
+    return metrics
 
 
 def best_thresholds(said: Sequence[str], margins: Sequence[float], golds: Sequence[Golds]) -> dict[str, float]:
@@ -53,9 +53,9 @@ def best_thresholds(said: Sequence[str], margins: Sequence[float], golds: Sequen
     A question is left unanswered if its margin, by which "no answer" beat ``said``, is above the threshold.
     """
     found: dict[str, float] = {}
-    for name, figure in (("f1", f1), ("exact_match", exact_match)):
-        nothing = np.array([figure("", right) for right in golds])
-        gains = np.array([figure(text, right) for text, right in zip(said, golds, strict=True)]) - nothing
+    for name, metric in (("f1", f1), ("exact_match", exact_match)):
+        nothing = np.array([metric("", right) for right in golds])
+        gains = np.array([metric(text, right) for text, right in zip(said, golds, strict=True)]) - nothing
         order = np.argsort(margins, kind="stable")
         at = np.asarray(margins, np.float64)[order]
         sums = nothing.sum() + np.cumsum(gains[order])  # if all questions up to there are answered

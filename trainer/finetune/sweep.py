@@ -12,35 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.changes import differing, spelled
+from trainer.checkpoint.changed_settings import differing, spelled
 from trainer.console import say, silent
 from trainer.convert.weights import read
 from trainer.errors import TrainerError
-from trainer.finetune.card import card
-from trainer.finetune.data import Part
-from trainer.finetune.labels import Counts
+from trainer.finetune.data import EvaluationFile
+from trainer.finetune.evaluation import Answers, answer, judge
+from trainer.finetune.labels import LabelCounts
+from trainer.finetune.model_card import card
 from trainer.finetune.options import Setting
 from trainer.finetune.predict import default_name, write_predictions
-from trainer.finetune.result import Result, Row, read_json, read_result, summarise, write_json
-from trainer.finetune.run import WEIGHTS, Job, Run
+from trainer.finetune.result import RunResult, SettingSummary, read_json, read_result, summarise, write_json
+from trainer.finetune.run import WEIGHTS, FineTuningJob, FineTuningRun
 from trainer.finetune.save import write_model
-from trainer.finetune.score import Answers, answer, judge
 from trainer.finetune.task import TaskModel
 from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, require_shared, together
 
-RESULTS, SETTINGS, MODEL, PICTURE = "results.json", "settings.json", "model", "results.png"
+RESULTS, SETTINGS, MODEL, SWEEP_PICTURE = "results.json", "settings.json", "model", "results.png"
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
+def sweep(job: FineTuningJob, world: World, stop: Stop) -> list[RunResult] | None:
     """Do all runs that have not ended yet. None if asked to stop; the current run has then saved."""
     options = job.options
     require_shared(options.out, world)
     tell = say if world.is_main else silent
-    results, count = list[Result](), len(options.settings) * len(options.seeds)
+    results, count = list[RunResult](), len(options.settings) * len(options.seeds)
     for setting in options.settings:
-        own: list[Result] = []
+        own: list[RunResult] = []
         for seed in options.seeds:
             name = setting.folder(seed)
             place = f"run {len(results) + len(own) + 1} of {count}, {name}"
@@ -60,9 +60,9 @@ def sweep(job: Job, world: World, stop: Stop) -> list[Result] | None:
     return results
 
 
-def _one(job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> Result | None:
+def _one(job: FineTuningJob, setting: Setting, seed: int, world: World, stop: Stop) -> RunResult | None:
     """Do one run, then free its memory. None if asked to stop."""
-    run = Run(job, setting, seed, world, stop)
+    run = FineTuningRun(job, setting, seed, world, stop)
     result = run.run()
     run.close()
     del run
@@ -70,7 +70,7 @@ def _one(job: Job, setting: Setting, seed: int, world: World, stop: Stop) -> Res
     return result
 
 
-def choose(rows: Sequence[Row], results: Sequence[Result], measure: str) -> Result:
+def choose(rows: Sequence[SettingSummary], results: Sequence[RunResult], measure: str) -> RunResult:
     """The best run of the setting with the best median on dev. Raises TrainerError if no setting has a median."""
     known = [row for row in rows if row.median is not None]
     if not known:
@@ -80,7 +80,7 @@ def choose(rows: Sequence[Row], results: Sequence[Result], measure: str) -> Resu
     return max(own, key=lambda result: result.figures[measure])
 
 
-def conclude(job: Job, results: list[Result], test: Part | None, world: World) -> dict[str, Any]:
+def conclude(job: FineTuningJob, results: list[RunResult], test: EvaluationFile | None, world: World) -> dict[str, Any]:
     """Score the chosen run once on the other files; write its model, the predictions and all results."""
     options, measure = job.options, job.task.measure
     rows = summarise(results, measure)
@@ -128,28 +128,30 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return read(path, say).tensors
 
 
-def _score(job: Job, model: TaskModel, test: Part | None, world: World) -> tuple[dict[str, Any], tuple[Part, Answers]]:
+def _score(
+    job: FineTuningJob, model: TaskModel, test: EvaluationFile | None, world: World
+) -> tuple[dict[str, Any], tuple[EvaluationFile, Answers]]:
     """The metrics of the other files, and the answers to write: those for test if there is one, else for dev."""
     options = job.options
     scores: dict[str, Any] = {}
     for part in job.also:
         answers = answer(model, part.table, world)
-        scores.setdefault("also", {})[str(part.path)] = judge(answers, part, job.task, world).figures
+        scores.setdefault("also", {})[str(part.path)] = judge(answers, part, job.task, world).metrics
     if test is None and options.predict is None:
         return scores, (job.dev, [])
     part = test or job.dev
     answers = answer(model, part.table, world)
     if test is not None and test.known:
-        scores["test"] = judge(answers, test, job.task, world).figures
+        scores["test"] = judge(answers, test, job.task, world).metrics
     return scores, (part, answers)
 
 
-def require_same(job: Job) -> None:
+def require_same(job: FineTuningJob) -> None:
     """Require an output folder that is new or has the same task, data and model; settings and seeds may differ."""
     out, path = job.options.out, job.options.out / SETTINGS
     out.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        if held := [name for name in (MODEL, RESULTS, PICTURE) if (out / name).exists()]:
+        if held := [name for name in (MODEL, RESULTS, SWEEP_PICTURE) if (out / name).exists()]:
             raise TrainerError(f"{out} contains {held[0]}, which fine-tuning did not write: name another --out")
         write_json(path, job.identity | {"classes": _classes(job, None)})
     then = read_json(path)
@@ -164,7 +166,7 @@ def require_same(job: Job) -> None:
         _require_ours(predict, out / RESULTS)
 
 
-def _classes(job: Job, test: Part | None) -> dict[str, Counts]:
+def _classes(job: FineTuningJob, test: EvaluationFile | None) -> dict[str, LabelCounts]:
     """Class counts of each file."""
     parts = [job.dev, *job.also, *([] if test is None else [test])]
     return {str(job.options.wish.train): job.training.classes} | {str(p.path): p.table.classes for p in parts}
@@ -178,7 +180,7 @@ def _require_ours(predict: Path, results: Path) -> None:
     predict.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _keep_best(job: Job, own: list[Result]) -> None:
+def _keep_best(job: FineTuningJob, own: list[RunResult]) -> None:
     """Remove the weights of the setting's runs that can no longer be chosen."""
     known = [result for result in own if result.figures]
     best = max(known, key=lambda result: result.figures[job.task.measure], default=None)

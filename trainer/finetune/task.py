@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kernels import dropout
-from trainer.finetune.labels import Counts
+from trainer.finetune.labels import LabelCounts
 from trainer.model.batch import Rows
 from trainer.model.bert import SITES, Encoder, ModelConfig, parameter, pool
 
@@ -142,7 +142,7 @@ class Task(Protocol):
     def read(self, path: Path) -> list[Any]:
         """Read a file's records."""
 
-    def classes(self, records: Sequence[Any]) -> Counts:
+    def classes(self, records: Sequence[Any]) -> LabelCounts:
         """Count the records with each answer, by its name, and those without one."""
 
     def units(self, record: Any, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:

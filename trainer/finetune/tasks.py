@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.console import Tell
 from trainer.errors import TrainerError
-from trainer.finetune.classify import Columns, Format, SentenceTask, find_labels
+from trainer.finetune.classification import Columns, Format, SentenceTask, find_labels
 from trainer.finetune.task import Task
 
 
@@ -70,7 +70,7 @@ def known(name: str) -> Known:
 
 # ---- sentences and pairs ---------------------------------------------------------------------------------------
 
-PAIR = ("sentence1", "sentence2")
+PAIR_COLUMNS = ("sentence1", "sentence2")
 _ENTAILMENT = ("contradiction", "entailment", "neutral")  # google-research/bert's order
 
 
@@ -78,7 +78,7 @@ def _published(
     name: str,
     columns: tuple[Columns, ...],
     labels: tuple[str, ...],
-    figures: tuple[str, ...],
+    metrics: tuple[str, ...],
     form: Format | None = None,
 ) -> Callable[[Wish, Tell], Task]:
     """A maker of a task with its own columns and, if given, its own ``form``. Without labels it predicts a number."""
@@ -90,7 +90,7 @@ def _published(
             raise TrainerError(f"--regression is for numbers, but {name} has classes: {', '.join(labels)}")
         used = replace(own, no_label=wish.no_label)
         used = used if wish.columns is None else replace(used, columns=(wish.columns,), headless=())
-        return SentenceTask(name, _judge(name, wish, figures), figures, used, labels, wish.mlp, tell)
+        return SentenceTask(name, _judge(name, wish, metrics), metrics, used, labels, wish.mlp, tell)
 
     return make
 
@@ -98,18 +98,18 @@ def _published(
 def _own(wish: Wish, tell: Tell) -> Task:
     """Make a task of the user's own classes or numbers."""
     _two(wish.columns)
-    defaults = (Columns(PAIR, "label"), Columns(("sentence",), "label"), Columns(("text",), "label"))
+    defaults = (Columns(PAIR_COLUMNS, "label"), Columns(("sentence",), "label"), Columns(("text",), "label"))
     form = Format(defaults if wish.columns is None else (wish.columns,), no_label=wish.no_label)
     labels = () if wish.regression else find_labels(wish.train, form)
-    figures = ["pearson", "spearman"] if wish.regression else ["accuracy", "macro_f1", "matthews"]
-    figures += ["f1"] if len(labels) == 2 else []
-    return SentenceTask("sentence", _judge("sentence", wish, figures), tuple(figures), form, labels, wish.mlp, tell)
+    metrics = ["pearson", "spearman"] if wish.regression else ["accuracy", "macro_f1", "matthews"]
+    metrics += ["f1"] if len(labels) == 2 else []
+    return SentenceTask("sentence", _judge("sentence", wish, metrics), tuple(metrics), form, labels, wish.mlp, tell)
 
 
-def _judge(name: str, wish: Wish, figures: Sequence[str]) -> str:
-    if wish.measure is not None and wish.measure not in figures:
-        raise TrainerError(f"--measure {wish.measure} is not a metric of {name}: use one of {', '.join(figures)}")
-    return wish.measure or figures[0]
+def _judge(name: str, wish: Wish, metrics: Sequence[str]) -> str:
+    if wish.measure is not None and wish.measure not in metrics:
+        raise TrainerError(f"--measure {wish.measure} is not a metric of {name}: use one of {', '.join(metrics)}")
+    return wish.measure or metrics[0]
 
 
 def _two(columns: Columns | None) -> None:
@@ -117,7 +117,7 @@ def _two(columns: Columns | None) -> None:
         raise TrainerError(f"--text-columns names {len(columns.texts)} columns: name one for a text, two for a pair")
 
 
-_PLAIN = Columns(PAIR, "label")
+_PLAIN = Columns(PAIR_COLUMNS, "label")
 _ONE = Columns(("sentence",), "label")
 _COLA = Format((), headless=("source", "label", "notation", "sentence"))
 _STS = Format((), headless=("genre", "file", "year", "old_index", "score", "sentence1", "sentence2"))
@@ -145,7 +145,7 @@ _STS_FILES = Files((*Files.train, "sts-train.csv"), (*Files.dev, "sts-dev.csv"),
 
 
 def _tags(wish: Wish, tell: Tell) -> Task:
-    from trainer.finetune.tag import TagTask
+    from trainer.finetune.tagging import TagTask
 
     _only_sentences("a tagging task", wish, columns=False)
     return TagTask.of(wish.train, tell, wish.no_label)
@@ -153,7 +153,7 @@ def _tags(wish: Wish, tell: Tell) -> Task:
 
 def _answers(unanswerable: bool) -> Callable[[Wish, Tell], Task]:
     def make(wish: Wish, tell: Tell) -> Task:
-        from trainer.finetune.answer import AnswerTask
+        from trainer.finetune.question_answering import AnswerTask
 
         _only_sentences("a question-answering task", wish, columns=False)
         if wish.no_label:
@@ -167,7 +167,7 @@ def _answers(unanswerable: bool) -> Callable[[Wish, Tell], Task]:
 
 def _choices(wish: Wish, tell: Tell) -> Task:
     """``--text-columns`` names the context's column, then those of the choices or one that contains a list of them."""
-    from trainer.finetune.choose import SWAG, Choices, ChoiceTask
+    from trainer.finetune.multiple_choice import SWAG, Choices, ChoiceTask
 
     _only_sentences("a multiple-choice task", wish, columns=True)
     own = wish.columns
@@ -213,10 +213,12 @@ TASKS: dict[str, Known] = {
         )
     ),
     "stsb": Known(
-        _published("stsb", (Columns(PAIR, "score"), _PLAIN), (), ("spearman", "pearson"), _STS), files=_STS_FILES
+        _published("stsb", (Columns(PAIR_COLUMNS, "score"), _PLAIN), (), ("spearman", "pearson"), _STS),
+        files=_STS_FILES,
     ),
     "mnli": Known(
-        _published("mnli", (Columns(PAIR, "gold_label"), _PLAIN), _ENTAILMENT, ("accuracy",), _SNLI), files=_MNLI_FILES
+        _published("mnli", (Columns(PAIR_COLUMNS, "gold_label"), _PLAIN), _ENTAILMENT, ("accuracy",), _SNLI),
+        files=_MNLI_FILES,
     ),
     "qnli": Known(
         _published(
@@ -228,7 +230,8 @@ TASKS: dict[str, Known] = {
     ),
     "rte": Known(_published("rte", (_PLAIN,), ("entailment", "not_entailment"), ("accuracy",))),
     "snli": Known(
-        _published("snli", (Columns(PAIR, "gold_label"), _PLAIN), _ENTAILMENT, ("accuracy",), _SNLI), files=_SNLI_FILES
+        _published("snli", (Columns(PAIR_COLUMNS, "gold_label"), _PLAIN), _ENTAILMENT, ("accuracy",), _SNLI),
+        files=_SNLI_FILES,
     ),
     "sick-entailment": Known(
         _published(
@@ -243,7 +246,7 @@ TASKS: dict[str, Known] = {
     "sick-relatedness": Known(
         _published(
             "sick-relatedness",
-            (Columns(_SICK_TEXTS, "relatedness_score"), Columns(PAIR, "relatedness")),
+            (Columns(_SICK_TEXTS, "relatedness_score"), Columns(PAIR_COLUMNS, "relatedness")),
             (),
             ("pearson", "spearman"),
         ),

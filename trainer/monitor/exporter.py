@@ -17,9 +17,9 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
 
 from data_prep.endpoint import Endpoint
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.errors import TrainerError
-from trainer.monitor.journal import PARTS, SPENT, TASKS, Record
+from trainer.monitor.metrics_log import LOSS_TASKS, STEP_PARTS, TIME_STATES, Record
 from trainer.ranks.world import World
 
 STATES = ("starting", "training", "stopped", "done", "failed")  # the last three are final
@@ -28,8 +28,8 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _SPLITS = ("train", "heldout")
 
 # name: (type, {label other than run: its values}, help). Exposed as lambert_<name>, plus _total or _info by type.
-Table = dict[str, tuple[Any, dict[str, tuple[str, ...]], str]]
-RUN_SERIES: Table = {
+SeriesTable = dict[str, tuple[Any, dict[str, tuple[str, ...]], str]]
+RUN_SERIES: SeriesTable = {
     "run": (Info, {}, "Versions, model, optimizer, ZeRO stage, precision and back ends actually in use."),
     "run_state": (Gauge, {"state": STATES}, "1 for the run's current state, 0 for the others."),
     "ended_timestamp_seconds": (Gauge, {}, "Unix time at which the run stopped, finished or failed; 0 until then."),
@@ -38,7 +38,7 @@ RUN_SERIES: Table = {
         {},
         "Unix time at which the last step ended; before the first step, the start.",
     ),
-    "time_seconds": (Counter, {"state": SPENT}, "Wall time of this process, by what it was spent on."),
+    "time_seconds": (Counter, {"state": TIME_STATES}, "Wall time of this process, by what it was spent on."),
     "step": (Gauge, {}, "Optimizer steps taken since the run began, across restarts."),
     "target_steps": (Gauge, {}, "Optimizer steps set by the configuration."),
     "phase": (Gauge, {}, "Number of the current phase, starting at 0."),
@@ -57,10 +57,10 @@ RUN_SERIES: Table = {
     "targets": (Counter, {}, "Masked tokens predicted by this process."),
     "model_flops": (Counter, {}, "Floating-point operations of the model, forward and backward."),
     "peak_flops": (Gauge, {}, "Peak floating-point operations per second of all the run's devices; 0 if unknown."),
-    "loss": (Gauge, {"task": TASKS, "split": _SPLITS}, "Mean loss in nats over the last logged steps."),
+    "loss": (Gauge, {"task": LOSS_TASKS, "split": _SPLITS}, "Mean loss in nats over the last logged steps."),
     "accuracy_ratio": (
         Gauge,
-        {"task": TASKS, "split": _SPLITS},
+        {"task": LOSS_TASKS, "split": _SPLITS},
         "Share of correct predictions over the last logged steps.",
     ),
     "unigram_loss": (Gauge, {}, "MLM loss in nats of predicting word frequencies, in the current phase."),
@@ -83,9 +83,9 @@ RUN_SERIES: Table = {
     "checkpoint_interval_steps": (Gauge, {}, "Configured steps between checkpoints."),
     "checkpoint_last_success_timestamp_seconds": (Gauge, {}, "Unix time of the last complete checkpoint."),
 }
-NODE_SERIES: Table = {
+NODE_SERIES: SeriesTable = {
     "rank": (Info, {"rank": ()}, "Node and device of a rank, and its GPU's UUID as dcgm-exporter reports it."),
-    "step_part_seconds": (Counter, {"rank": (), "part": PARTS}, "Time of a rank's steps, by what it was doing."),
+    "step_part_seconds": (Counter, {"rank": (), "part": STEP_PARTS}, "Time of a rank's steps, by what it was doing."),
     "memory_peak_bytes": (Gauge, {"rank": ()}, "Peak memory of a rank: on its GPU, or of its process if it has none."),
 }
 
@@ -130,7 +130,7 @@ class Exporter:
         return self.series[name].labels(self.run, *labels)
 
     def publish(self, records: list[Record]) -> None:
-        """Update the run's series from the records of the journal. Called on global rank 0 only."""
+        """Update the run's series from the records of the metrics log. Called on global rank 0 only."""
         self._publish_steps([record for record in records if record["event"] == "step"])
         for record in records:
             match record["event"]:
@@ -163,8 +163,8 @@ class Exporter:
         self("last_step_timestamp_seconds").set(ended)
 
     def publish_rank(self, rank: int, parts: dict[str, float], memory: float) -> None:
-        """Update the series of one rank of this node: seconds of PARTS since the last call, and memory in bytes."""
-        for part in PARTS:
+        """Update the series of a rank of this node: seconds of STEP_PARTS since the last call, and memory in bytes."""
+        for part in STEP_PARTS:
             self("step_part_seconds", rank, part).inc(parts.get(part, 0.0))
         self("memory_peak_bytes", rank).set(memory)
 
@@ -214,9 +214,9 @@ class Exporter:
 
     def _publish_tasks(self, records: list[Record], split: str) -> None:
         """Publish means over the records that have a task; a task in none of them has no series."""
-        for task in TASKS:
-            for series, figure in (("loss", f"{task}_loss"), ("accuracy_ratio", f"{task}_accuracy")):
-                known = [record[figure] for record in records if figure in record]
+        for task in LOSS_TASKS:
+            for series, metric in (("loss", f"{task}_loss"), ("accuracy_ratio", f"{task}_accuracy")):
+                known = [record[metric] for record in records if metric in record]
                 if known:
                     self(series, task, split).set(sum(known) / len(known))
                 else:

@@ -1,4 +1,4 @@
-"""A run's history, read from its journal: every step once, as it finally counted, and the events around them."""
+"""A run's history, read from its metrics log: every step once, as it finally counted, and the events around them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 from data_prep.json_text import shown
 from trainer.bounds import MOST_STEPS
 from trainer.errors import TrainerError
-from trainer.monitor.journal import JOURNAL, PARTS, TASKS, Record, lines
+from trainer.monitor.metrics_log import LOSS_TASKS, METRICS_LOG, STEP_PARTS, Record, lines
 
-Columns = dict[str, NDArray[np.float64]]
+StepColumns = dict[str, NDArray[np.float64]]
 
-_FIGURES = tuple(f"{task}_{figure}" for figure in ("loss", "accuracy") for task in TASKS)
+_METRICS = tuple(f"{task}_{metric}" for metric in ("loss", "accuracy") for task in LOSS_TASKS)
 _STEP = (
-    *("step", "phase", "samples", "tokens", "flops", "seconds", *_FIGURES),
+    *("step", "phase", "samples", "tokens", "flops", "seconds", *_METRICS),
     *("learning_rate", "gradient_norm", "clipped", "loss_scale", "trust_min", "trust_mean", "trust_max"),
     *("unigram_loss", "token_variance"),
 )
-_RANKS = ("step", *PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
+_RANKS = ("step", *STEP_PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
 _CHECKPOINT = ("step", "seconds", "stall_seconds", "bytes")
 _PLATEAU = ("step", "on", "mlm_loss", "unigram_loss", "token_variance")
 
 
-class Table:
+class StepTable:
     """Rows of numbers in order of step, NaN if a record lacks one. Compact enough for a million steps."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
@@ -46,7 +46,7 @@ class Table:
         while self._numbers and self._numbers[-len(self.keys)] > step:
             del self._numbers[-len(self.keys) :]
 
-    def columns(self) -> Columns:
+    def columns(self) -> StepColumns:
         """A mapping from each key to its numbers, (rows,)."""
         rows = np.array(self._numbers).reshape(-1, len(self.keys))
         return dict(zip(self.keys, rows.T, strict=True))
@@ -54,15 +54,15 @@ class Table:
 
 @dataclass(frozen=True)
 class History:
-    """A run over all its attempts. Columns are empty or NaN if the journal is from a version that lacked them."""
+    """A run over all its attempts. Columns are empty or NaN if the metrics log is from a version that lacked them."""
 
-    steps: Columns  # the steps taken; if one was repeated after a restart, its last repetition
+    steps: StepColumns  # the steps taken; if one was repeated after a restart, its last repetition
     skipped: list[int]  # for each skipped step, the number of steps taken before it
-    heldout: Columns
-    ranks: Columns  # since the row before, per step: mean seconds of the parts, and extremes over the ranks
-    checkpoints: Columns
-    failed: Columns  # checkpoints that could not be saved
-    plateaus: Columns  # steps at which the run was found on the unigram plateau (on 1) or had left it (on 0)
+    heldout: StepColumns
+    ranks: StepColumns  # since the row before, per step: mean seconds of the parts, and extremes over the ranks
+    checkpoints: StepColumns
+    failed: StepColumns  # checkpoints that could not be saved
+    plateaus: StepColumns  # steps at which the run was found on the unigram plateau (on 1) or had left it (on 0)
     restarts: list[int]  # steps from which the run resumed
     facts: dict[str, str]  # the start record of the last attempt
     end: str  # how the run ended, and why if it failed; empty if it is running or was killed
@@ -76,7 +76,7 @@ class History:
 
     @property
     def goodput(self) -> float | None:
-        """The productive share of the wall time; None for a journal without times."""
+        """The productive share of the wall time; None for a metrics log without times."""
         return self.spent["productive"] / self.wall if self.wall and "productive" in self.spent else None
 
 
@@ -85,9 +85,9 @@ def read_history(folder: Path) -> History:
 
     Raises TrainerError if the file is missing, cannot be read, or contains no step.
     """
-    path = folder / JOURNAL
+    path = folder / METRICS_LOG
     if not path.is_file():
-        raise TrainerError(f"no {JOURNAL} in {folder}: name the folder of a run")
+        raise TrainerError(f"no {METRICS_LOG} in {folder}: name the folder of a run")
     reader = _Reader()
     try:
         for record in lines(path):
@@ -102,12 +102,12 @@ def read_history(folder: Path) -> History:
 
 
 class _Reader:
-    """Builds a history from a journal's records, taken in order."""
+    """Builds a history from a metrics log's records, taken in order."""
 
     def __init__(self) -> None:
-        self.steps, self._heldout, self._ranks = Table(_STEP), Table(("step", *_FIGURES)), Table(_RANKS)
-        self._checkpoints, self._failed = Table(_CHECKPOINT), Table(_CHECKPOINT)
-        self._plateaus = Table(_PLATEAU)
+        self.steps, self._heldout, self._ranks = StepTable(_STEP), StepTable(("step", *_METRICS)), StepTable(_RANKS)
+        self._checkpoints, self._failed = StepTable(_CHECKPOINT), StepTable(_CHECKPOINT)
+        self._plateaus = StepTable(_PLATEAU)
         self._plain = {"heldout": self._heldout, "checkpoint": self._checkpoints, "checkpoint_failed": self._failed}
         self._plain["plateau"] = self._plateaus
         self._skipped: list[int] = []

@@ -1,7 +1,7 @@
-"""A run's metrics: collected per step, then written to the journal, Prometheus, TensorBoard and the progress line.
+"""A run's metrics: collected per step, then written to the metrics log, Prometheus, TensorBoard and the progress line.
 
 Steps are recorded as they end, without communication between ranks and without waiting for a device. Every
-``log_every_steps`` steps, the ranks combine their numbers and rank 0 publishes them, to the journal first.
+``log_every_steps`` steps, the ranks combine their numbers and rank 0 publishes them, to the metrics log first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from data_prep.json_text import shown
 from trainer.bounds import MOST_STEPS, outside
-from trainer.checkpoint.changes import Changes
+from trainer.checkpoint.changed_settings import Changes
 from trainer.checkpoint.saving import Saved
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.console import say, warn
 from trainer.data.loader import StepBatch
 from trainer.engine.engine import StepResult
@@ -34,10 +34,10 @@ from trainer.model.bert import ModelConfig, Output
 from trainer.model.flops import model_flops, peak_flops
 from trainer.model.variance import variance_share
 from trainer.monitor.exporter import Exporter
-from trainer.monitor.journal import JOURNAL, PARTS, SPENT, TASKS, Journal, Record, past
+from trainer.monitor.metrics_log import LOSS_TASKS, METRICS_LOG, STEP_PARTS, TIME_STATES, MetricsLog, Record, past
 from trainer.monitor.plateau import Baseline, Plateau, announce
 from trainer.monitor.tensorboard import EventFiles
-from trainer.ranks.world import LONGEST, World
+from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, World
 
 _SCALARS = Output._fields[:-1]  # the moments of the hidden states come last
 
@@ -62,7 +62,12 @@ class MetricsConfig:
             found.append(f"port is {shown(self.port)}: must be between 1 and 65535, or be null for no exporter")
         if not re.fullmatch(r"[\w.:%-]{1,253}", self.address, re.ASCII):
             found.append(f"address is {shown(self.address)}: must be an IP address of this node, or 0.0.0.0 for all")
-        found += outside(self, log_every_steps=(1, MOST_STEPS), print_seconds=(0, LONGEST), linger_seconds=(0, LONGEST))
+        found += outside(
+            self,
+            log_every_steps=(1, MOST_STEPS),
+            print_seconds=(0, LONGEST_TIMEOUT_SECONDS),
+            linger_seconds=(0, LONGEST_TIMEOUT_SECONDS),
+        )
         if self.device_teraflops is not None and not self.device_teraflops > 0:
             found.append(f"device_teraflops is {self.device_teraflops}: must be above 0, or null")
         return found + outside(self, device_teraflops=(-math.inf, 10**6))
@@ -95,17 +100,17 @@ class _Pending:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Exchanged:
     """The numbers that all ranks exchanged, for the steps since the last exchange."""
 
-    parts: Tensor  # (ranks, PARTS) seconds
+    parts: Tensor  # (ranks, STEP_PARTS) seconds
     memory: Tensor  # (ranks,) bytes, the peak so far
     tokens: int  # tokens processed by the model, on all ranks
 
     @property
     def compute(self) -> Tensor:
         """(ranks,) seconds of each rank's own work, without the time it waits for other ranks."""
-        return self.parts.sum(1) - self.parts[:, PARTS.index("reduce")]
+        return self.parts.sum(1) - self.parts[:, STEP_PARTS.index("reduce")]
 
 
 class Metrics:
@@ -114,7 +119,7 @@ class Metrics:
     def __init__(self, config: MetricsConfig, subject: Subject, world: World, watch: Stopwatch) -> None:
         self.config, self.subject, self.world, self.watch = config, subject, world, watch
         self.exporter = Exporter(subject.name, config.port, config.address, world)
-        self.spent = dict.fromkeys(SPENT, 0.0)  # all seconds of this process, by what they were spent on
+        self.spent = dict.fromkeys(TIME_STATES, 0.0)  # all seconds of this process, by what they were spent on
         self.reached = 0  # the last step that ended on this rank
         self._clock = time.perf_counter()
         self._pending: list[_Pending] = []
@@ -126,13 +131,13 @@ class Metrics:
                 self.exporter("target_steps").set(subject.target_steps)
             self.exporter("checkpoint_interval_steps").set(subject.checkpoint_steps)
             self.exporter("peak_flops").set(self._peak_flops())
-            path = subject.folder / JOURNAL
+            path = subject.folder / METRICS_LOG
             self._known_steps, before, self._plateau.on = past(path)
-            self._outlets = [Journal(path).write, self.exporter.publish]
+            self._outlets = [MetricsLog(path).write, self.exporter.publish]
             self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 
     def describe(self, state: TrainState, facts: dict[str, str], devices: Sequence[dict[str, str]] = ()) -> None:
-        """Publish once what is running, and from which step on: in the log, the journal and Prometheus.
+        """Publish once what is running, and from which step on: in a printed line, the metrics log and Prometheus.
 
         ``devices``: each rank's `device_facts`; if empty, all ranks are assumed to be on this rank's device.
         """
@@ -147,7 +152,7 @@ class Metrics:
                 self._outlets.append(EventFiles(self.subject.folder / "tensorboard", state.step).write)
             self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label already
             self.exporter.publish_progress(state, time.time())
-            self._plateau.on &= state.step > 0  # the journal may tell of a run that starts again
+            self._plateau.on &= state.step > 0  # the metrics log may tell of a run that starts again
             self.exporter("plateau").set(self._plateau.on)
             lost = max(0, self._known_steps - state.step)
             begun = {"time": time.time(), "step": state.step, "rolled_back": lost}
@@ -166,7 +171,7 @@ class Metrics:
         return sum(self.spent[on] for on in ("productive", "rework", "skipped", "data"))
 
     def spend(self, on: str) -> None:
-        """Count the time since the last call as spent ``on`` one of SPENT, outside any step."""
+        """Count the time since the last call as spent ``on`` one of TIME_STATES, outside any step."""
         now = time.perf_counter()
         self.spent[on] += now - self._clock
         self._clock = now
@@ -182,8 +187,8 @@ class Metrics:
         self._waited += waited
         self._tokens += sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)
         self.reached = state.step
-        told = replace(batch, micro_batches=())  # keep only the counts, not the tensors
-        self._pending.append(_Pending(state, told, result, rate, seconds))
+        counted = replace(batch, micro_batches=())  # keep only the counts, not the tensors
+        self._pending.append(_Pending(state, counted, result, rate, seconds))
         if self.world.is_main:
             self.exporter.publish_progress(state, self._pending[-1].ended)
         if state.attempts % self.config.log_every_steps == 0:
@@ -204,30 +209,30 @@ class Metrics:
         norms = torch.stack([p.result.gradient_norm.float() for p in pending]).tolist()
         rows = zip(pending, sums.tolist(), norms, _statistics([p.result.trust for p in pending]), strict=True)
         records = [self._record(*row) for row in rows]
-        told = self._tell()
+        exchanged = self._exchange()
         if self.world.is_local_main:
             for rank in self._ranks():
-                parts = dict(zip(PARTS, told.parts[rank].tolist(), strict=True))
-                self.exporter.publish_rank(rank, parts, float(told.memory[rank]))
+                parts = dict(zip(STEP_PARTS, exchanged.parts[rank].tolist(), strict=True))
+                self.exporter.publish_rank(rank, parts, float(exchanged.memory[rank]))
         if self.world.is_main:
             changes = self._plateau.events(records)
-            self._publish([*records, *self._notes(pending, told), *changes])
+            self._publish([*records, *self._notes(pending, exchanged), *changes])
             self._print(pending[-1], records)
             for change in changes:
                 tell = partial(self._say, change["step"])
                 announce(change, self.subject.model, self.subject.clipping, tell)
         _require_finite(records)
 
-    def heldout(self, state: TrainState, figures: dict[str, float]) -> None:
+    def heldout(self, state: TrainState, metrics: dict[str, float]) -> None:
         """Publish the metrics of an evaluation on held-out data."""
         if self.world.is_main:
             self._publish(
-                [{"event": "heldout", "time": time.time(), "step": state.step, "phase": state.phase, **figures}]
+                [{"event": "heldout", "time": time.time(), "step": state.step, "phase": state.phase, **metrics}]
             )
-            for series, figure in (("loss", "mask_loss"), ("accuracy_ratio", "mask_accuracy")):
-                if figure in figures:
-                    self.exporter(series, "mask", "heldout").set(figures[figure])
-            self._say(state.step, "held-out " + "  ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+            for series, metric in (("loss", "mask_loss"), ("accuracy_ratio", "mask_accuracy")):
+                if metric in metrics:
+                    self.exporter(series, "mask", "heldout").set(metrics[metric])
+            self._say(state.step, "held-out " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
         self.spend("evaluation")
 
     def checkpoint(self, saved: Saved) -> None:
@@ -260,29 +265,29 @@ class Metrics:
         if self.world.is_main:
             self.exporter.linger(self.config.linger_seconds)
 
-    def _tell(self) -> _Told:
+    def _exchange(self) -> _Exchanged:
         """Exchange each rank's numbers, so that every rank has all of them."""
         cuda = self.world.device.type == "cuda"
         parts = {**self.watch.read(), "data": self._waited}
         memory = torch.cuda.max_memory_allocated(self.world.device) if cuda else getrusage(RUSAGE_SELF).ru_maxrss << 10
-        own = [*(parts.get(part, 0.0) for part in PARTS), memory, self._tokens]
+        own = [*(parts.get(part, 0.0) for part in STEP_PARTS), memory, self._tokens]
         row = torch.tensor(own, dtype=torch.float64, device=self.world.device)
         rows = [torch.empty_like(row) for _ in range(self.world.size)]
         dist.all_gather(rows, row)
         self._waited, self._tokens = 0.0, 0
-        table = torch.stack(rows).cpu()  # (ranks, PARTS + 2)
-        return _Told(table[:, :-2], table[:, -2], int(table[:, -1].sum()))
+        table = torch.stack(rows).cpu()  # (ranks, STEP_PARTS + 2)
+        return _Exchanged(table[:, :-2], table[:, -2], int(table[:, -1].sum()))
 
-    def _notes(self, pending: list[_Pending], told: _Told) -> list[Record]:
+    def _notes(self, pending: list[_Pending], exchanged: _Exchanged) -> list[Record]:
         """The records that go with the steps: one about the ranks, averaged per step, and one about the time spent."""
         at = {"time": pending[-1].ended, "step": pending[-1].state.step}
-        compute = told.compute / len(pending)
+        compute = exchanged.compute / len(pending)
         ranks = {
-            "parts": dict(zip(PARTS, (told.parts.mean(0) / len(pending)).tolist(), strict=True)),
+            "parts": dict(zip(STEP_PARTS, (exchanged.parts.mean(0) / len(pending)).tolist(), strict=True)),
             "compute": [float(compute.min()), float(compute.mean()), float(compute.max())],
             "slowest": int(compute.argmax()),
-            "memory_peak_bytes": int(told.memory.max()),
-            "padding": told.tokens - sum(p.batch.counts.tokens for p in pending),
+            "memory_peak_bytes": int(exchanged.memory.max()),
+            "padding": exchanged.tokens - sum(p.batch.counts.tokens for p in pending),
         }
         return [{"event": "ranks", **at, **ranks}, {"event": "time", **at, "spent": dict(self.spent)}]
 
@@ -312,7 +317,7 @@ class Metrics:
         records = [record for record in records if record["applied"]] or records  # a skipped step's loss may be NaN
         tasks = [
             f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "
-            for task in TASKS
+            for task in LOSS_TASKS
             if any(f"{task}_loss" in record for record in records)
         ]
         self._say(

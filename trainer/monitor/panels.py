@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFormatter
 from numpy.typing import NDArray
 
-from trainer.monitor.history import Columns, History
+from trainer.monitor.history import History, StepColumns
 
 Numbers = NDArray[np.float64]
 
 INK, FAINT = "#20262e", "#6b7480"
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 VIOLET, ROSE, RED = "#7b3fa0", "#cc6677", "#d1242f"
-PARTS = {"forward": BLUE, "backward": SKY, "optimizer": GREEN, "reduce": ROSE, "data": ORANGE}
+PART_COLORS = {"forward": BLUE, "backward": SKY, "optimizer": GREEN, "reduce": ROSE, "data": ORANGE}
 STYLE = {  # for all figures about a run
     "font.size": 10,
     "text.color": INK,
@@ -43,7 +43,7 @@ _STRAGGLER = 1.2  # the alert's threshold
 
 
 @dataclass(frozen=True)
-class Panel:
+class RunPanel:
     """One plot over the steps of a run."""
 
     name: str
@@ -73,7 +73,7 @@ def median_rate(history: History, key: str) -> float:
     return float(np.median(amounts[timed] / seconds[timed])) if timed.any() else float("nan")
 
 
-def present(columns: Columns, *keys: str) -> list[Numbers]:
+def present(columns: StepColumns, *keys: str) -> list[Numbers]:
     """Steps and values (points,) of the rows in which all of these keys are finite."""
     rows = np.all([np.isfinite(columns[key]) for key in keys], axis=0)
     return [columns[key][rows] for key in ("step", *keys)]
@@ -230,14 +230,14 @@ def _paced(history: History) -> list[Numbers]:
 
 
 def _split(axes: Axes, history: History) -> str:
-    x, *parts = present(history.ranks, *PARTS)
+    x, *parts = present(history.ranks, *PART_COLORS)
     rows = np.array_split(np.arange(len(x)), min(len(x), _WINDOWS))
     ends = [x[row[-1]] for row in rows]
     seconds = np.array([[part[row].sum() for row in rows] for part in parts])  # (parts, windows)
     shares = seconds / np.maximum(seconds.sum(0), 1e-12)
     edges = [max(0.0, x[0] - (x[1] - x[0] if len(x) > 1 else x[0])), *ends]
     stacked = np.concatenate([shares[:, :1], shares], axis=1)  # a window ends at its step
-    axes.stackplot(edges, stacked, step="pre", colors=PARTS.values(), linewidth=0)
+    axes.stackplot(edges, stacked, step="pre", colors=PART_COLORS.values(), linewidth=0)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _name_layers(axes, (seconds.sum(1) / seconds.sum()).tolist())
@@ -246,7 +246,7 @@ def _split(axes: Axes, history: History) -> str:
 
 def _name_layers(axes: Axes, shares: Sequence[float]) -> None:
     """Add a legend to the right of the axes, in the order of the layers from the top."""
-    labels = [f"{name} {share:.0%}" for name, share in zip(PARTS, shares, strict=True)]
+    labels = [f"{name} {share:.0%}" for name, share in zip(PART_COLORS, shares, strict=True)]
     handles = [axes.collections[number] for number in range(len(labels))]
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -307,24 +307,24 @@ def _saved(history: History) -> bool:
     return len(history.checkpoints["step"]) + len(history.failed["step"]) > 0
 
 
-ROWS = (
+PANEL_ROWS = (
     (
-        Panel("MLM loss", "nats", _has("mlm_loss"), _learning("mlm_loss", BLUE)),
-        Panel("NSP loss", "nats", _has("nsp_loss"), _learning("nsp_loss", VIOLET)),
-        Panel("MLM accuracy", "correct predictions", _has("mlm_accuracy"), _learning("mlm_accuracy", BLUE)),
-        Panel("NSP accuracy", "correct predictions", _has("nsp_accuracy"), _learning("nsp_accuracy", VIOLET)),
+        RunPanel("MLM loss", "nats", _has("mlm_loss"), _learning("mlm_loss", BLUE)),
+        RunPanel("NSP loss", "nats", _has("nsp_loss"), _learning("nsp_loss", VIOLET)),
+        RunPanel("MLM accuracy", "correct predictions", _has("mlm_accuracy"), _learning("mlm_accuracy", BLUE)),
+        RunPanel("NSP accuracy", "correct predictions", _has("nsp_accuracy"), _learning("nsp_accuracy", VIOLET)),
     ),
     (
-        Panel("learning rate", "", _has("learning_rate"), _rate),
-        Panel("gradient norm", "before clipping", _has("gradient_norm"), _norm),
-        Panel("loss scale", "", _scaled, _scale),
-        Panel("trust ratio of LAMB", "", _has("trust_min", "trust_mean", "trust_max"), _trust),
-        Panel("variance over tokens", "share, last layer", _has("token_variance"), _variance),
+        RunPanel("learning rate", "", _has("learning_rate"), _rate),
+        RunPanel("gradient norm", "before clipping", _has("gradient_norm"), _norm),
+        RunPanel("loss scale", "", _scaled, _scale),
+        RunPanel("trust ratio of LAMB", "", _has("trust_min", "trust_mean", "trust_max"), _trust),
+        RunPanel("variance over tokens", "share, last layer", _has("token_variance"), _variance),
     ),
     (
-        Panel("throughput", "valid tokens per second", lambda history: len(_paced(history)[0]) > 0, _throughput),
-        Panel("a step's time", "share of the ranks' time", _has(*PARTS), _split, aside=1.25),
-        Panel("rank skew", "compute over its mean", _many_ranks, _skew),
-        Panel("checkpoints", "seconds", _saved, _saving),
+        RunPanel("throughput", "valid tokens per second", lambda history: len(_paced(history)[0]) > 0, _throughput),
+        RunPanel("a step's time", "share of the ranks' time", _has(*PART_COLORS), _split, aside=1.25),
+        RunPanel("rank skew", "compute over its mean", _many_ranks, _skew),
+        RunPanel("checkpoints", "seconds", _saved, _saving),
     ),
 )

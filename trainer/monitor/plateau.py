@@ -13,10 +13,10 @@ from statistics import median
 
 from torch import Tensor
 
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.console import Tell, warn
 from trainer.model.bert import ModelConfig, log_unigrams
-from trainer.monitor.journal import Record
+from trainer.monitor.metrics_log import Record
 
 BLOCK = 25  # steps that are judged together, by their medians, so that a spike of a few steps changes nothing
 PATIENCE = {"collapsed": 8, "unigram": 40}  # blocks in a row that show the sign, before a warning
@@ -66,7 +66,7 @@ class Plateau:
     """Follows a run's steps, and says when it is on the plateau and when it has left it."""
 
     def __init__(self, dropout: float) -> None:
-        self.on = False  # a resumed run sets what its journal says
+        self.on = False  # a resumed run sets what its metrics log says
         self._dropout = dropout
         self._steps: list[Record] = []
         self._shown = dict.fromkeys(PATIENCE, 0)  # blocks in a row, by sign

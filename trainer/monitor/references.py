@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.json_text import read_text
-from trainer.strict_yaml import LARGEST, parse_yaml
+from trainer.strict_yaml import LARGEST_YAML_BYTES, parse_yaml
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Reference:
     """One published metric, a value or a range from ``low`` to ``high``."""
 
     name: str
-    figure: str  # the metric's name in the journal; "loss" is the sum of both tasks' losses
+    figure: str  # the metric's name in the metrics log; "loss" is the sum of both tasks' losses
     low: float
     high: float
     held_out: bool  # False: from training
@@ -56,7 +56,7 @@ def fitting(folder: Path) -> list[Reference]:
     Empty if the run left no configuration, or one that lacks them.
     """
     try:
-        config = parse_yaml(read_text(folder / "config.yaml", LARGEST))
+        config = parse_yaml(read_text(folder / "config.yaml", LARGEST_YAML_BYTES))
         shape = config["model"]["layers"], config["model"]["hidden"]
         lengths = {phase["sequence_length"] for phase in config["phases"]}
     except (OSError, ValueError, LookupError, TypeError):

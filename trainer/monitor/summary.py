@@ -14,17 +14,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from trainer.monitor.history import History
-from trainer.monitor.journal import TASKS
+from trainer.monitor.metrics_log import LOSS_TASKS
 from trainer.monitor.panels import (
     BLUE,
     FAINT,
     GREEN,
     INK,
-    PARTS,
+    PANEL_ROWS,
+    PART_COLORS,
     RED,
-    ROWS,
     SKY,
-    Panel,
+    RunPanel,
     median_rate,
     number,
     present,
@@ -35,7 +35,7 @@ _STATES = {
     "productive": GREEN,
     "rework": "#c46210",
     "skipped": RED,
-    "data": PARTS["data"],
+    "data": PART_COLORS["data"],
     "evaluation": BLUE,
     "checkpoint": SKY,
     "start": "#7a8494",
@@ -51,7 +51,7 @@ _HEAD, _ROW, _BAR = 1.65, 3.45, 1.15
 
 
 def summary(history: History) -> dict[str, str]:
-    """The summary as text: a name and a line for everything that the journal contains."""
+    """The summary as text: a name and a line for everything that the metrics log contains."""
     steps, last = history.steps, {key: column[-1] for key, column in history.steps.items()}
     out = {
         "steps": f"{last['step']:,.0f}, {len(history.skipped):,} skipped, {_restarts(history)}",
@@ -83,7 +83,7 @@ def _heldout(history: History) -> dict[str, str]:
     last = {key: column[-1] for key, column in history.heldout.items()}
     tasks = [
         f"{task.upper()} loss {last[f'{task}_loss']:.3f}, accuracy {last[f'{task}_accuracy']:.1%}"
-        for task in TASKS
+        for task in LOSS_TASKS
         if np.isfinite(last[f"{task}_loss"])
     ]
     return {"held out": f"{'; '.join(tasks)} (step {last['step']:,.0f})"}
@@ -115,13 +115,13 @@ def _checkpoints(history: History) -> dict[str, str]:
 def published(reference: Reference, history: History) -> str:
     """One line that compares a published result with the run's last value of the same metric."""
     columns = history.heldout if reference.held_out else history.steps
-    parts = [f"{task}_loss" for task in TASKS] if reference.figure == "loss" else [reference.figure]
+    parts = [f"{task}_loss" for task in LOSS_TASKS] if reference.figure == "loss" else [reference.figure]
     own = np.sum(present(columns, *parts)[1:], axis=0)
     show = "{:.1%}" if reference.figure.endswith("accuracy") else "{:.3f}"
     here = f"; here {show.format(own[-1])}" if len(own) else ""
     name = " + ".join(part.replace("_", " ").replace("mlm", "MLM").replace("nsp", "NSP") for part in parts)
-    told = "; ".join([reference.where, reference.setting, reference.source])
-    return f"{reference.name}: {name} {reference.value}{here} ({told})"
+    source = "; ".join([reference.where, reference.setting, reference.source])
+    return f"{reference.name}: {name} {reference.value}{here} ({source})"
 
 
 def duration(seconds: float) -> str:
@@ -135,11 +135,14 @@ def duration(seconds: float) -> str:
 
 
 def draw(
-    history: History, title: str, references: Sequence[Reference] = (), rows_wanted: Sequence[Sequence[Panel]] = ROWS
+    history: History,
+    title: str,
+    references: Sequence[Reference] = (),
+    rows_wanted: Sequence[Sequence[RunPanel]] = PANEL_ROWS,
 ) -> Figure:
     """Draw everything known about the run in one figure; or only ``rows_wanted``, without the bar of time spent."""
     rows = [shown for row in rows_wanted if (shown := [panel for panel in row if panel.known(history)])]
-    timed = bool(history.spent) and history.wall is not None and rows_wanted is ROWS
+    timed = bool(history.spent) and history.wall is not None and rows_wanted is PANEL_ROWS
     height = _HEAD + _ROW * len(rows) + (_BAR if timed else 0.0)
     figure = Figure(figsize=(_WIDTH, height))
     _head(_axes(figure, _LEFT, 0.15, _WIDTH - _LEFT - _RIGHT, 0.9), history, title)
@@ -171,7 +174,7 @@ def _head(axes: Axes, history: History, title: str) -> None:
     marks = [text for text, known in _MARKS.items() if known(history)]
     axes.text(0, 0.42, "   ·   ".join(filter(None, (title, history.end[:100]))), fontsize=10, color=FAINT, va="top")
     axes.text(0, 0.1, "   ·   ".join([*facts, *marks]), fontsize=10, color=FAINT, va="top")
-    for place, (name, value) in enumerate(reversed(_figures(history).items())):
+    for place, (name, value) in enumerate(reversed(_key_metrics(history).items())):
         x = _WIDTH - _LEFT - _RIGHT - 1.75 * place
         axes.text(x, 1, value, fontsize=19, ha="right", va="top")
         axes.text(x, 0.5, name, fontsize=10, color=FAINT, ha="right", va="top")
@@ -181,7 +184,7 @@ def _spaced(value: str) -> str:
     return f"{int(value):,}" if value.isdecimal() else value
 
 
-def _figures(history: History) -> dict[str, str]:
+def _key_metrics(history: History) -> dict[str, str]:
     """The key metrics, by name."""
     steps = history.steps
     out = {"steps": f"{steps['step'][-1]:,.0f}", "restarts": f"{len(history.restarts)}"}
@@ -205,7 +208,7 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _panel(axes: Axes, panel: Panel, history: History) -> None:
+def _panel(axes: Axes, panel: RunPanel, history: History) -> None:
     axes.set_title(panel.name, loc="left", fontweight="bold", fontsize=11.5)
     said = panel.draw(axes, history)
     axes.set_title(said, loc="right", fontsize=9.5, color=FAINT)

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.console import say
 from trainer.errors import TrainerError
-from trainer.monitor.journal import Record, tokens_per_second
+from trainer.monitor.metrics_log import Record, tokens_per_second
 
 _SESSION_STARTS = 1  # SessionLog.START
 _OPTIMIZER = ("learning_rate", "gradient_norm", "loss_scale", "trust_min", "trust_mean", "trust_max")
@@ -66,7 +66,7 @@ class EventFiles:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Tags and values of the metrics in one journal record; empty for an event that has no curve.
+    """Tags and values of the metrics in one metrics log record; empty for an event that has no curve.
 
     A skipped step has none either: TensorBoard shows one value per step, that of the step taken.
     """

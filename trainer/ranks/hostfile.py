@@ -14,7 +14,7 @@ from data_prep.json_text import read_text, shown
 from trainer.errors import TrainerError
 
 ENVIRONMENT = ".deepspeed_env"
-LARGEST = 1 << 22  # bytes
+LARGEST_HOSTFILE_BYTES = 1 << 22  # bytes
 MOST_SLOTS = 4096  # ranks per node: at most one per GPU or, without GPUs, per core
 _HOST = re.compile(r"[A-Za-z0-9][\w.:@-]*", re.ASCII)  # ssh and pdsh read a leading hyphen as an option
 FORWARDED = ("MLFLOW", "PYTHON", "MV2", "UCX")  # prefixes that deepspeed passes on unasked; on GPUs also NCCL
@@ -88,7 +88,7 @@ def left_behind(settings: Mapping[str, str], given: Mapping[str, str], gpus: boo
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path, LARGEST)
+        return read_text(path, LARGEST_HOSTFILE_BYTES)
     except (OSError, ValueError) as error:
         raise TrainerError(f"cannot read {path} ({error}): name an existing text file") from None
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from trainer.errors import TrainerError
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-MPI = {
+MPI_VARIABLES = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -29,8 +29,8 @@ def describe(environ: Mapping[str, str]) -> dict[str, str]:
     """
     if any(name in environ for name in PLACE):
         return _torchrun(environ)
-    if MPI["RANK"] in environ:  # checked before Slurm: mpirun starts its processes through srun
-        found = {name: environ[source] for name, source in MPI.items()}
+    if MPI_VARIABLES["RANK"] in environ:  # checked before Slurm: mpirun starts its processes through srun
+        found = {name: environ[source] for name, source in MPI_VARIABLES.items()}
     elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:  # a batch script itself is not a step
         found = _slurm(environ)
     else:
@@ -60,9 +60,9 @@ def _torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 
 def on_one_node(environ: Mapping[str, str]) -> bool:
     """Whether all ranks are certainly on this node. False if the launcher does not say how many are here."""
-    told = describe(environ)
-    address, local = told.get("MASTER_ADDR", environ.get("MASTER_ADDR")), told.get("LOCAL_WORLD_SIZE")
-    return address in LOOPBACK or (local is not None and local == told["WORLD_SIZE"])
+    described = describe(environ)
+    address, local = described.get("MASTER_ADDR", environ.get("MASTER_ADDR")), described.get("LOCAL_WORLD_SIZE")
+    return address in LOOPBACK or (local is not None and local == described["WORLD_SIZE"])
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, str]:

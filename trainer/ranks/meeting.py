@@ -28,7 +28,7 @@ SAY_SECONDS = 10.0  # before the first report of missing ranks; doubled each tim
 LOOK_SECONDS = 0.2  # between two checks of the store
 HEAR_SECONDS = 10.0  # to wait for the verdict before checking whether rank 0 was restarted
 READ_SECONDS = 10.0  # for the ranks of a refused run to read why
-SHOWN = 48  # characters of a value in a message
+CHARACTERS_SHOWN = 48  # characters of a value in a message
 LOOPBACK = "127.0.0.1"
 
 
@@ -139,7 +139,7 @@ def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.S
     """
     deadline = time.monotonic() + timeout.total_seconds()
     token = uuid.uuid4().hex  # distinguishes this process's account from one left by an earlier attempt
-    told = ""
+    reported = ""
     while True:
         try:
             lobby = _enter(meeting, deadline, token)
@@ -151,9 +151,9 @@ def meet(meeting: Meeting, account: Account, timeout: timedelta) -> tuple[dist.S
         except (RuntimeError, ValueError, OSError) as error:  # DistError is a RuntimeError
             if meeting.rank == 0 or time.monotonic() > deadline or isinstance(error, ValueError):
                 raise LostError(_cannot(meeting, str(error).split(". ")[0])) from None
-            if isinstance(error, StrangeError) and str(error) != told:
-                told = str(error)
-                say_error(f"lambert: rank {meeting.rank} at {meeting.place}: {told}; trying again")
+            if isinstance(error, StrangeError) and str(error) != reported:
+                reported = str(error)
+                say_error(f"lambert: rank {meeting.rank} at {meeting.place}: {reported}; trying again")
             time.sleep(1)  # rank 0 has just ended or is about to start: wait for the next one
             continue
         if token in verdict.tokens:
@@ -195,10 +195,10 @@ def _enter(meeting: Meeting, deadline: float, token: str) -> Lobby:
 def _preside(lobby: Lobby, own: tuple[str, Account], deadline: float) -> tuple[Verdict, list[str]]:
     """Wait for all accounts and write the verdict; called on rank 0. Also returns the harmless differences."""
     accounts = [own, *_await_others(lobby, deadline)]
-    told = [account for _, account in accounts]
-    verdict = Verdict([token for token, _ in accounts], "; ".join(refusals(told)))
+    reports = [account for _, account in accounts]
+    verdict = Verdict([token for token, _ in accounts], "; ".join(refusals(reports)))
     lobby.put("verdict", json.dumps(asdict(verdict)))
-    return verdict, differences("settings", told)
+    return verdict, differences("settings", reports)
 
 
 def _await_others(lobby: Lobby, deadline: float) -> list[tuple[str, Account]]:
@@ -305,11 +305,11 @@ def refusals(accounts: list[Account]) -> list[str]:
 
 def differences(part: str, accounts: list[Account]) -> list[str]:
     """List each name in ``part`` ("facts" or "settings") whose value differs between ranks, and who has which."""
-    told: list[dict[str, str]] = [getattr(account, part) for account in accounts]
+    values: list[dict[str, str]] = [getattr(account, part) for account in accounts]
     lines = []
-    for name in sorted({name for each in told for name in each}):
+    for name in sorted({name for each in values for name in each}):
         groups: dict[str | None, list[int]] = {}
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(values):
             groups.setdefault(each.get(name), []).append(rank)
         if len(groups) > 1:
             hosts = {value: _hosts(accounts[rank].host for rank in ranks) for value, ranks in groups.items()}
@@ -338,5 +338,5 @@ def _hosts(names: Iterable[str]) -> str:
 def _shown(value: str | None) -> str:
     if value is None:
         return "not set"
-    value = "".join(c if c.isprintable() else "?" for c in value[: SHOWN + 1])
-    return value if len(value) <= SHOWN else value[: SHOWN - 1] + "…"
+    value = "".join(c if c.isprintable() else "?" for c in value[: CHARACTERS_SHOWN + 1])
+    return value if len(value) <= CHARACTERS_SHOWN else value[: CHARACTERS_SHOWN - 1] + "…"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-LARGEST = 1 << 20  # bytes of a sealed text
-LENGTH = 64  # characters of a seal
+LARGEST_TEXT_BYTES = 1 << 20  # bytes of a sealed text
+SEAL_CHARACTERS = 64  # characters of a seal
 
 
 def seal(secret: str, key: str, text: str) -> str:
@@ -19,10 +19,10 @@ def seal(secret: str, key: str, text: str) -> str:
 
 def unseal(secret: str, key: str, found: bytes) -> str | None:
     """Return the text that was sealed for ``key``; None if it is too long or the seal is wrong."""
-    if len(found) > LARGEST:
+    if len(found) > LARGEST_TEXT_BYTES:
         return None
     try:
-        mark, text = found[:LENGTH].decode("ascii"), found[LENGTH:].decode()
+        mark, text = found[:SEAL_CHARACTERS].decode("ascii"), found[SEAL_CHARACTERS:].decode()
     except UnicodeDecodeError:
         return None
     return text if hmac.compare_digest(mark, _mark(secret, key, text)) else None

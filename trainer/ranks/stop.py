@@ -25,8 +25,8 @@ from data_prep.streams import say_error
 from trainer.exits import LOST
 from trainer.ranks.world import World, leave, say_last
 
-PATIENCE = 2.0  # seconds for a rank to report on its own that it lost another one
-POLL = 0.2  # seconds between two checks while ranks wait for data
+LOST_RANK_SECONDS = 2.0  # seconds for a rank to report on its own that it lost another one
+STOP_POLL_SECONDS = 0.2  # seconds between two checks while ranks wait for data
 LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "deploy.launch"}
 LAUNCHERS |= {"mpirun", "orterun", "prterun", "orted", "prted"}  # Open MPI 4 and 5, and their daemons on other nodes
 # mpirun forwards SIGUSR1 and waits; on SIGTERM it kills its ranks within a second
@@ -41,7 +41,7 @@ class Stop:
         self.asked = False  # this rank was asked to stop
         self.decided = False  # all ranks agreed: they end at this step boundary
         self.broke_off = False  # they also stopped waiting for data
-        others, launchers = _handles(_beside(world)), _handles(_above())
+        others, launchers = _handles(_others_on_node(world)), _handles(_launchers_above())
         signals, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write)  # written even while the main thread is blocked
@@ -65,7 +65,7 @@ class Stop:
         longer. Raises what this rank's task raises, as soon as it does.
         """
         while True:
-            ended = futures.wait([task], POLL).done
+            ended = futures.wait([task], STOP_POLL_SECONDS).done
             for one in ended:
                 one.result()
             behind, asked = self.sum(not ended, self.asked)
@@ -93,23 +93,23 @@ class Stop:
         if not others:
             return
         _first(*others)
-        time.sleep(PATIENCE)
+        time.sleep(LOST_RANK_SECONDS)
         if not self.decided:  # once decided, ranks end in any order
             said = "lost contact with another rank, which has ended: cannot stop at a step boundary"
             say_last(f"trainer: rank {self.world.rank}: {said}")
             leave(LOST)
 
 
-def _beside(world: World) -> list[int]:
+def _others_on_node(world: World) -> list[int]:
     """Return the process ids of the other ranks on this node. Every rank calls it."""
     own = torch.tensor(os.getpid(), device=world.device)
-    told = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(told, own)
+    gathered = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(gathered, own)
     first = world.rank - world.local_rank
-    return [int(told[rank]) for rank in range(first, first + world.local_size) if rank != world.rank]
+    return [int(gathered[rank]) for rank in range(first, first + world.local_size) if rank != world.rank]
 
 
-def _above() -> list[int]:
+def _launchers_above() -> list[int]:
     """Return the launcher's processes above this one. ``deepspeed``'s own forward no signals and leave orphans."""
     found, pid = list[int](), os.getppid()
     while pid > 1:

@@ -24,18 +24,18 @@ from safetensors import SafetensorError
 from data_prep.streams import end_process, say_error
 from trainer.errors import LostError, PassingError, TrainerError, exit_code, explain
 from trainer.exits import FAILED
-from trainer.ranks.launchers import MPI, describe, on_one_node
+from trainer.ranks.launchers import MPI_VARIABLES, describe, on_one_node
 from trainer.ranks.meeting import Account, Meeting, meet
 from trainer.ranks.network import free_port
 
 Result = TypeVar("Result")
-LONGEST = 30 * 24 * 3600  # limit for timeouts, in seconds: more is a typo, and overflows clocks
+LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600  # limit for timeouts, in seconds: more is a typo, and overflows clocks
 SECRET = "LAMBERT_SECRET"  # environment variable: seals what the ranks exchange when they meet
 PORT = "29500"  # torchrun's default, used if the launcher names none
 SHARE_SECONDS = 30.0  # for a network file system to show a new file on another node
 
 # variables of the libraries under PyTorch and those that affect results; not what a launcher sets for each rank
-SETTINGS = (
+SETTING_PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "OFI_", "TORCH_NCCL_", "CUDA_LAUNCH_", "CUDA_DEVICE_MAX_", "CUBLAS_", "OMP_"),
     *("MKL_", "NVIDIA_TF32_", "TORCH_ALLOW_TF32_", "TRITON_INTERPRET", "PYTHONHASHSEED", "PYTHONPATH", "LD_PRELOAD"),
 )
@@ -117,7 +117,7 @@ def place_for_deepspeed(environ: Mapping[str, str], device: torch.device) -> dic
         return {}
     names = (
         "LOCAL_RANK",
-        *(name for name in (MPI["LOCAL_RANK"],) if name in environ),
+        *(name for name in (MPI_VARIABLES["LOCAL_RANK"],) if name in environ),
     )  # DeepSpeed asserts that they agree
     return dict.fromkeys(names, str(device.index))
 
@@ -166,7 +166,7 @@ def speaks_first() -> bool:
 
 def settings() -> dict[str, str]:
     """Return the environment variables that should be the same on all ranks."""
-    return {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+    return {name: value for name, value in os.environ.items() if name.startswith(SETTING_PREFIXES)}
 
 
 def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None) -> list[str]:
@@ -175,7 +175,7 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
     All ranks must have the same ``facts``. On rank 0, returns the settings that differ but should not. Raises LostError
     if some ranks do not come in time, and TrainerError on all ranks if their facts differ.
     """
-    told = settings()  # before this adds its own
+    own = settings()  # before this adds its own
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # else DeepSpeed picks a GPU even for a CPU run
     if world.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first cuBLAS call
@@ -201,7 +201,7 @@ def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None
     place, port = os.environ["MASTER_ADDR"], int(os.environ.setdefault("MASTER_PORT", PORT))
     store, warnings = meet(
         Meeting(world.rank, world.size, place, port, _agent_serves(), one_node, os.environ.get(SECRET, "")),
-        Account(socket.gethostname(), gpu, facts or {}, told | ({"GPU": model} if gpu else {})),
+        Account(socket.gethostname(), gpu, facts or {}, own | ({"GPU": model} if gpu else {})),
         timedelta(seconds=timeout_seconds),
     )
     try:

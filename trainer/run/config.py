@@ -28,9 +28,9 @@ from trainer.engine.schedule import MOST_TOKENS, Phase
 from trainer.errors import TrainerError, shortage
 from trainer.model.bert import ModelConfig
 from trainer.monitor.metrics import MetricsConfig
-from trainer.ranks.world import LONGEST
+from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS
 from trainer.run.evaluation import EvaluationConfig
-from trainer.strict_yaml import LARGEST, parse_yaml
+from trainer.strict_yaml import LARGEST_YAML_BYTES, parse_yaml
 
 LONGEST_TEXT = 4096  # characters; the longest path that Linux accepts
 MOST_ITEMS = 1000  # in a list
@@ -66,9 +66,9 @@ class RunConfig:
         if not 0 <= self.seed < 2**63:
             found.append(f"seed is {shown(self.seed)}: must be between 0 and 2^63 - 1")
         found += outside(self, ranks=(1, 2**20), timeout_seconds=(1, inf), shuffle_window=(1, 2**20))
-        if self.timeout_seconds > LONGEST:
+        if self.timeout_seconds > LONGEST_TIMEOUT_SECONDS:
             said = shown(self.timeout_seconds)
-            found.append(f"timeout_seconds is {said}: must be {LONGEST} (thirty days) or less")
+            found.append(f"timeout_seconds is {said}: must be {LONGEST_TIMEOUT_SECONDS} (thirty days) or less")
         return found
 
 
@@ -128,7 +128,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     keys, wrong types, invalid values and contradictions between sections.
     """
     try:
-        tree = parse_yaml(read_text(Path(path), LARGEST))
+        tree = parse_yaml(read_text(Path(path), LARGEST_YAML_BYTES))
     except FileNotFoundError:
         raise TrainerError(f"no configuration at {path}: name an existing YAML file") from None
     except (OSError, ValueError) as error:

@@ -33,7 +33,7 @@ Change = Callable[[MicroBatch], MicroBatch]
 
 
 @dataclass(frozen=True)
-class Target:
+class StopTarget:
     """Held-out metrics that end the run as soon as one evaluation reaches all that are set.
 
     A loss must be at most the target, an accuracy at least. ``mask_…``: only on the positions that [MASK] replaced.
@@ -59,13 +59,13 @@ class Target:
             if not 0 < value <= (1 if name.endswith("accuracy") else math.inf)
         ] + outside(self, mlm_loss=(-math.inf, 100), mask_loss=(-math.inf, 100), nsp_loss=(-math.inf, 100))
 
-    def reached(self, figures: dict[str, float]) -> str:
+    def reached(self, metrics: dict[str, float]) -> str:
         """Describe the targets as reached; empty if any is not reached, or none is set."""
         for name, value in self.named.items():
-            found = figures.get(name, float("nan"))
+            found = metrics.get(name, float("nan"))
             if not (found >= value if name.endswith("accuracy") else found <= value):
                 return ""
-        return ", ".join(f"{name} {figures[name]:.4g} (target {value:g})" for name, value in self.named.items())
+        return ", ".join(f"{name} {metrics[name]:.4g} (target {value:g})" for name, value in self.named.items())
 
     def require(self, paired: bool) -> None:
         """Raises TrainerError if an NSP target is set but the held-out data has no pairs."""
@@ -81,7 +81,7 @@ class EvaluationConfig:
 
     every_steps: int | None = None  # null: only when a phase ends
     micro_batch: int = 64  # sequences per forward pass on one rank
-    stop_at: Target = field(default_factory=Target)  # the run ends when it is reached: {mlm_accuracy: 0.72}
+    stop_at: StopTarget = field(default_factory=StopTarget)  # the run ends when it is reached: {mlm_accuracy: 0.72}
 
     def problems(self) -> list[str]:
         """Every invalid setting, with what to change."""
@@ -110,16 +110,16 @@ def evaluate(
     sums = torch.zeros(9, dtype=torch.float64, device=device)
     for batch in _in_step(batches, device) if in_step else batches:
         batch = batch.to(device)
-        told = model(batch, None, partial(_sums, model.predicted, batch, mask_id))
-        sums += torch.stack([value.double() for value in told])
+        results = model(batch, None, partial(_sums, model.predicted, batch, mask_id))
+        sums += torch.stack([value.double() for value in results])
     model.train(training)
     if dist.is_initialized():
         dist.all_reduce(sums)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for task, (loss, correct, count) in zip(("mlm", "mask", "nsp"), sums.view(3, 3).tolist(), strict=True):
         if count or task == "mlm":
-            figures |= {f"{task}_loss": loss / max(count, 1), f"{task}_accuracy": correct / max(count, 1)}
-    return figures
+            metrics |= {f"{task}_loss": loss / max(count, 1), f"{task}_accuracy": correct / max(count, 1)}
+    return metrics
 
 
 def _sums(predicted: int, batch: MicroBatch, mask_id: int | None, mlm: Tensor, nsp: Tensor) -> tuple[Tensor, ...]:

@@ -13,9 +13,9 @@ from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.tokenizer import TOKENIZER_FILES
 from trainer.console import Tell
 from trainer.run.config import Config, to_tree
-from trainer.run.identity import require_own_folder
-from trainer.run.lock import PATIENCE, hold
+from trainer.run.lock import LOCK_PATIENCE_SECONDS, hold
 from trainer.run.phases import Plan
+from trainer.run.resume_checks import require_own_folder
 
 ENDED = "ended.json"  # "how" is "done", "reached" (evaluation.stop_at) or "stopped"
 
@@ -24,7 +24,9 @@ def take(config: Config, tell: Tell) -> IO[str] | None:
     """Create and lock the folder. Raises TrainerError if it is not a run's folder, or another run writes to it."""
     folder = Path(config.run.folder)
     require_own_folder(folder)
-    return hold(folder, min(PATIENCE, config.run.timeout_seconds / 2), tell)  # the other ranks wait in a collective
+    return hold(
+        folder, min(LOCK_PATIENCE_SECONDS, config.run.timeout_seconds / 2), tell
+    )  # the other ranks wait in a collective
 
 
 def leave_configuration(plan: Plan) -> None:

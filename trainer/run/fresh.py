@@ -7,7 +7,7 @@ from pathlib import Path
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.tokenizer import load_proven
-from trainer.checkpoint.vocabulary import token_counts
+from trainer.checkpoint.trained_tokenizer import token_counts
 from trainer.console import Tell
 from trainer.convert.weights import start_from
 from trainer.data.loader import Loader

@@ -12,9 +12,9 @@ from typing import IO
 from trainer.console import Tell, warn
 from trainer.errors import TrainerError, shortage
 
-PATIENCE = 60.0  # seconds to wait for an earlier attempt to end
-NAME = ".lock"  # in the folder; its text names the process that holds it
-POLL = 0.2  # seconds
+LOCK_PATIENCE_SECONDS = 60.0  # seconds to wait for an earlier attempt to end
+LOCK_FILE = ".lock"  # in the folder; its text names the process that holds it
+LOCK_POLL_SECONDS = 0.2  # seconds
 
 
 def hold(folder: Path, patience: float, tell: Tell) -> IO[str] | None:
@@ -29,8 +29,8 @@ def hold(folder: Path, patience: float, tell: Tell) -> IO[str] | None:
         if shortage(error):
             raise
         raise TrainerError(f"{folder} cannot be created ({error.strerror}): name another folder") from None
-    file = (folder / NAME).open("a+", encoding="utf-8")
-    until, told = time.monotonic() + patience, False
+    file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+    until, reported = time.monotonic() + patience, False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,10 +43,10 @@ def hold(folder: Path, patience: float, tell: Tell) -> IO[str] | None:
                 raise TrainerError(
                     f"{folder} is being written by {holder}: wait until it ends, or name another folder"
                 ) from None
-            if not told:
+            if not reported:
                 tell(f"{folder} is being written by {holder}: waiting up to {patience:.0f} s for it to end")
-            told = True
-            time.sleep(POLL)
+            reported = True
+            time.sleep(LOCK_POLL_SECONDS)
         except OSError as error:
             file.close()
             warn(f"{folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it", tell)

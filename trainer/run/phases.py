@@ -11,8 +11,8 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.tokenizer import Tokenizer, load_proven
-from trainer.checkpoint.state import TrainState
-from trainer.checkpoint.vocabulary import token_counts
+from trainer.checkpoint.train_state import TrainState
+from trainer.checkpoint.trained_tokenizer import token_counts
 from trainer.data.cache import Cache, open_cache
 from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order, largest_window

@@ -21,8 +21,8 @@ from trainer.ranks.world import (
     speaks_first,
 )
 from trainer.run.config import load
-from trainer.run.facts import facts
 from trainer.run.phases import Plan, open_phases
+from trainer.run.rank_agreement import facts
 
 
 def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[Plan, World]:
@@ -52,7 +52,7 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
 def meet(plan: Plan, world: World) -> None:
     """Join the other ranks; report the environment settings, and warn if they differ between ranks."""
     if world.is_main:
-        told = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # join adds its own
-        say(f"settings: {told or 'none'}; InfiniBand: {', '.join(ports()) or 'no port is up'}")
+        listed = ", ".join(f"{name}={value}" for name, value in sorted(settings().items()))  # join adds its own
+        say(f"settings: {listed or 'none'}; InfiniBand: {', '.join(ports()) or 'no port is up'}")
     for difference in join(world, plan.config.run.timeout_seconds, facts(plan, world)):
         warn(f"not the same on all ranks: {difference}")

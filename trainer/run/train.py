@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from trainer.checkpoint.changes import Setup, since, spelled
+from trainer.checkpoint.changed_settings import Setup, since, spelled
 from trainer.checkpoint.resume import choose, load, record, require_saved
 from trainer.checkpoint.saving import Saver, stuck_saves
-from trainer.checkpoint.state import TrainState, state_of
+from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.console import say, silent, warn
 from trainer.engine.engine import Engine
 from trainer.engine.schedule import Phase
@@ -25,8 +25,8 @@ from trainer.run.description import describe, devices
 from trainer.run.evaluation import evaluate
 from trainer.run.folder import forget_end, leave_configuration, leave_end, take
 from trainer.run.fresh import build_model, start
-from trainer.run.identity import identity, require_allowed, require_same_run
 from trainer.run.phases import PhaseData, Plan, remaining
+from trainer.run.resume_checks import identity, require_allowed, require_same_run
 
 
 class Run:
@@ -56,11 +56,11 @@ class Run:
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self._warn_of_leftovers()
         self.saved = -1  # the step of the newest checkpoint
-        self.figures: dict[str, float] = {}  # held-out metrics of this step, if it was evaluated
+        self.heldout: dict[str, float] = {}  # held-out metrics of this step, if it was evaluated
         self.owes = False  # whether this step still needs its evaluation: a stop saves first
         self.counted = 0.0  # seconds of training that are in the state of a phase that ends by time, or came before it
         self.reached = ""  # description of the targets that ended the run, once reached
-        self.border: TrainState | None = None  # the state that matches the weights; None during a step
+        self.boundary: TrainState | None = None  # the state that matches the weights; None during a step
 
     @property
     def over(self) -> bool:
@@ -98,8 +98,8 @@ class Run:
         found = self.found
         load(found, self.engine)
         state = state_of(found)
-        self.saved, self.figures = state.step, found.record.get("heldout", {})
-        self.reached = self.config.evaluation.stop_at.reached(self.figures)
+        self.saved, self.heldout = state.step, found.record.get("heldout", {})
+        self.reached = self.config.evaluation.stop_at.reached(self.heldout)
         self.say(f"resumed from {found.folder} at step {state.step}")
         ours = Setup(to_tree(self.config), self.identity, self.engine.precision, self.world.size)
         if changed := since(Setup.of(found), ours, state):
@@ -127,7 +127,7 @@ class Run:
         if state.step != self.saved and (due or turn):
             self.saved = state.step
             self.metrics.flush()
-            more = {"heldout": self.figures, "identity": self.identity, "config": to_tree(self.config)}
+            more = {"heldout": self.heldout, "identity": self.identity, "config": to_tree(self.config)}
             ended = self.saver.save(state.step, record(self.engine, asdict(state), **more))
             self.metrics.spend("checkpoint")
         elif state.attempts % self.config.metrics.log_every_steps == 0:
@@ -140,23 +140,23 @@ class Run:
 
         A stopping run leaves the evaluation to the run that resumes: there may be no time for it before the save.
         """
-        every, self.figures = self.config.evaluation.every_steps, {}
+        every, self.heldout = self.config.evaluation.every_steps, {}
         self.owes = data.heldout is not None and (due or (every is not None and state.step % every == 0))
         if data.heldout is None or not self.owes or self.stop.decided:
             return
         self.metrics.flush()
         batches = data.heldout.sweep(self.config.evaluation.micro_batch, self.stop)
         mask_id = data.heldout.manifest.tokenizer.specials.mask
-        figures = evaluate(self.engine.model, batches, self.world.device, self.engine.gathers, mask_id)
+        heldout = evaluate(self.engine.model, batches, self.world.device, self.engine.gathers, mask_id)
         if not self.stop.broke_off:
-            self.metrics.heldout(state, figures)
-            self.owes, self.figures, self.reached = False, figures, self.config.evaluation.stop_at.reached(figures)
+            self.metrics.heldout(state, heldout)
+            self.owes, self.heldout, self.reached = False, heldout, self.config.evaluation.stop_at.reached(heldout)
             if self.reached:
                 self.say(f"target reached: {self.reached}")
 
     def catch_up(self, state: TrainState) -> None:
         """Evaluate the step that the run resumes from, if a stop prevented its evaluation."""
-        if self.found is not None and not self.figures:
+        if self.found is not None and not self.heldout:
             phase = self.phases[state.phase]
             self.evaluate(state, phase, due=state.finished(phase.phase))
 
@@ -198,7 +198,7 @@ class Run:
 
         Only a run of one rank can: in a larger run the other ranks are already in the next step.
         """
-        state = self.border
+        state = self.boundary
         if exit_code(error) != FAILED or self.world.size > 1 or state is None or state.step in (0, self.saved):
             return
         self.say(f"{explain(error)}: saving step {state.step} before ending")
@@ -232,7 +232,7 @@ def train(plan: Plan, world: World) -> TrainState:
 
 
 def _train(run: Run) -> TrainState:
-    state = run.border = run.restore()
+    state = run.boundary = run.restore()
     run.describe(state)
     run.catch_up(state)
     state = run.entering(state)
@@ -242,11 +242,11 @@ def _train(run: Run) -> TrainState:
         steps = data.loader.steps(data.order, state.position, *size, run.stop)
         with closing(steps):
             for batch in steps:
-                rate, run.border = state.rate(data.phase), None
+                rate, run.boundary = state.rate(data.phase), None
                 result = run.engine.step(batch.micro_batches, data.weighted(batch.counts), state.attempts, rate)
-                state = run.border = state.after(batch, result.applied)
+                state = run.boundary = state.after(batch, result.applied)
                 run.metrics.step(state, batch, result, rate)
-                state = run.border = run.clocked(state, data.phase)
+                state = run.boundary = run.clocked(state, data.phase)
                 done = result.applied and state.finished(data.phase)
                 run.stop.agreed(state.attempts)
                 if result.applied:  # a skipped step consumes its data but changes nothing else

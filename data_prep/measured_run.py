@@ -15,12 +15,12 @@ from pathlib import Path
 
 from data_prep.errors import DataError
 
-SECONDS = 0.05  # between two memory measurements
-SIZES = re.compile(r"^(Pss|Pss_Anon): +(\d+)", re.MULTILINE)  # lines of smaps_rollup, in KiB
+MEMORY_CHECK_SECONDS = 0.05  # between two memory measurements
+SIZE_LINES = re.compile(r"^(Pss|Pss_Anon): +(\d+)", re.MULTILINE)  # lines of smaps_rollup, in KiB
 
 
 @dataclass(frozen=True)
-class Watched:
+class MeasuredRun:
     """Standard output and error, times, and the peak of each value of `memory`, 0 if it was not measured."""
 
     seconds: float  # wall time
@@ -30,9 +30,9 @@ class Watched:
     total: int
 
 
-def run(
+def run_measured(
     command: list[str], folder: Path, environment: dict[str, str], core: int | None = None, look: bool = False
-) -> Watched:
+) -> MeasuredRun:
     """Runs a command in ``folder``, pinned to a core if one is given. ``look`` also measures memory, at a small cost.
 
     Raises DataError, with the last line it printed, if it fails.
@@ -47,7 +47,7 @@ def run(
             while look and process.poll() is None:
                 anonymous, total = memory(process.pid)
                 peaks = max(peaks[0], anonymous), max(peaks[1], total)
-                time.sleep(SECONDS)
+                time.sleep(MEMORY_CHECK_SECONDS)
             process.wait()
             seconds, cpu = time.perf_counter() - start, _cpu_of_children() - cpu
         file.seek(0)
@@ -55,7 +55,7 @@ def run(
     if process.returncode:
         last = output.rpartition("\n")[2]
         raise DataError(f"exit code {process.returncode} of {' '.join(command)}: {last}")
-    return Watched(seconds, cpu, output, *peaks)
+    return MeasuredRun(seconds, cpu, output, *peaks)
 
 
 def _cpu_of_children() -> float:
@@ -79,7 +79,7 @@ def memory(top: int) -> tuple[int, int]:
     anonymous = total = 0
     for pid in family:
         with suppress(OSError):
-            sizes = dict(SIZES.findall(Path(f"/proc/{pid}/smaps_rollup").read_text()))
+            sizes = dict(SIZE_LINES.findall(Path(f"/proc/{pid}/smaps_rollup").read_text()))
             anonymous += 1024 * int(sizes["Pss_Anon"])
             total += 1024 * int(sizes["Pss"])
     return anonymous, total

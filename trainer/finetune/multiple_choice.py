@@ -22,9 +22,9 @@ from torch import Tensor
 from data_prep.json_text import parse_json
 from kernels.cross_entropy import cross_entropy
 from trainer.errors import TrainerError
-from trainer.finetune.classify import cut
+from trainer.finetune.classification import cut
 from trainer.finetune.formats import Row, read_rows
-from trainer.finetune.labels import Counts, count, says_nothing
+from trainer.finetune.labels import LabelCounts, count, says_nothing
 from trainer.finetune.task import TaskBatch, Unit, pack, with_targets
 
 Answers = Sequence[NDArray[np.float32]]
@@ -45,7 +45,7 @@ SWAG = Choices("sent1", tuple(f"ending{number}" for number in range(4)), "sent2"
 
 
 @dataclass(frozen=True)
-class Record:
+class ChoiceRecord:
     """A context and its continuations."""
 
     line: int
@@ -76,16 +76,16 @@ class ChoiceTask:
         """Make the task with as many choices as the training file has."""
         return cls(columns, len(read_records(training, columns)[0].choices))
 
-    def read(self, path: Path) -> list[Record]:
+    def read(self, path: Path) -> list[ChoiceRecord]:
         """Read a file's records. TrainerError if one has a different number of choices."""
         return read_records(path, self.columns, self.choices)
 
-    def classes(self, records: Sequence[Record]) -> Counts:
+    def classes(self, records: Sequence[ChoiceRecord]) -> LabelCounts:
         """Count how often each choice is the right one, by its number."""
         targets = (None if record.target is None else str(record.target) for record in records)
         return count([str(number) for number in range(self.choices)], targets)
 
-    def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
+    def units(self, record: ChoiceRecord, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
         """One unit: an example per choice, truncated to ``longest`` tokens, the longer of context and choice first."""
         texts = [record.context, *record.choices]
         first, *seconds = (one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -100,7 +100,7 @@ class ChoiceTask:
         """1 if the right choice is known, else 0."""
         return len(unit[0].targets)
 
-    def score(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
+    def score(self, records: Sequence[ChoiceRecord], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
         """Accuracy over the records whose right choice is known."""
         right = [
             int(own.argmax()) == record.target
@@ -111,7 +111,9 @@ class ChoiceTask:
             raise TrainerError(f"{self.name}: there is no record with a label to evaluate on")
         return {"accuracy": sum(right) / len(right)}
 
-    def predictions(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> list[dict[str, Any]]:
+    def predictions(
+        self, records: Sequence[ChoiceRecord], units: Sequence[Unit], answers: Answers
+    ) -> list[dict[str, Any]]:
         """One row per record: its index, the choice, its probability and, if known, the right choice."""
         rows = []
         for index, (record, own) in enumerate(zip(records, answers, strict=True)):  # own (choices, 1)
@@ -125,7 +127,7 @@ class ChoiceTask:
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
-def read_records(path: Path, columns: Choices, choices: int | None = None) -> list[Record]:
+def read_records(path: Path, columns: Choices, choices: int | None = None) -> list[ChoiceRecord]:
     """Read a file's records, each with ``choices`` choices or as many as the first. TrainerError names the line."""
     records = []
     for row in read_rows(path):
@@ -138,7 +140,7 @@ def read_records(path: Path, columns: Choices, choices: int | None = None) -> li
     return records
 
 
-def _record(path: Path, row: Row, columns: Choices) -> Record:
+def _record(path: Path, row: Row, columns: Choices) -> ChoiceRecord:
     where = f"{path}, line {row.line}"
     values = [_value(row, name, where) for name in columns.choices]
     if len(columns.choices) == 1:
@@ -150,7 +152,9 @@ def _record(path: Path, row: Row, columns: Choices) -> Record:
     if columns.beginning:
         beginning = _value(row, columns.beginning, where)
         values = [f"{beginning} {value}" for value in values]
-    return Record(row.line, _value(row, columns.context, where), tuple(values), _target(row, columns, values, where))
+    return ChoiceRecord(
+        row.line, _value(row, columns.context, where), tuple(values), _target(row, columns, values, where)
+    )
 
 
 def _value(row: Row, name: str, where: str) -> str:

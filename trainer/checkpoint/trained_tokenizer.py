@@ -21,7 +21,7 @@ from trainer.checkpoint.reading import Checkpoint, named
 from trainer.console import Tell, warn
 from trainer.errors import TrainerError
 
-RESTORE = "restore it from the tokenizer folder of the training shards"
+RESTORE_TOKENIZER = "restore it from the tokenizer folder of the training shards"
 
 
 def recorded(record: dict[str, Any]) -> str | None:
@@ -52,7 +52,7 @@ def _manifest(folder: Path, sha256: str) -> Manifest | None:
         return None
 
 
-def load_trained(folder: Path, sha256: str | None, path: Path, remedy: str = RESTORE) -> Tokenizer:
+def load_trained(folder: Path, sha256: str | None, path: Path, remedy: str = RESTORE_TOKENIZER) -> Tokenizer:
     """Load the tokenizer in ``folder``, and verify that the weights at ``path`` were trained with it.
 
     ``sha256`` is the hash recorded with the weights. If it is None, nothing is verified. Raises TrainerError.
@@ -116,7 +116,7 @@ def tokenizer_of(found: Checkpoint, tell: Tell, given: Path | None = None) -> tu
         if given is not None and own.is_dir():
             known = load_trained(own, None, found.folder).sha256()
     folder = own if given is None else given
-    return folder, load_trained(folder, known, found.folder, f"{RESTORE}, or name it by --tokenizer")
+    return folder, load_trained(folder, known, found.folder, f"{RESTORE_TOKENIZER}, or name it by --tokenizer")
 
 
 def require_vocabulary(found: Checkpoint, sha256: str, what: object, tell: Tell) -> None:

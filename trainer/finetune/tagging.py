@@ -24,9 +24,9 @@ from torch import Tensor
 from kernels.cross_entropy import cross_entropy
 from trainer.console import Tell, say, silent
 from trainer.errors import TrainerError
-from trainer.finetune.entities import entities, entity_figures
-from trainer.finetune.formats import LINES
-from trainer.finetune.labels import Counts, count, says_nothing
+from trainer.finetune.entities import entities, entity_metrics
+from trainer.finetune.formats import JSON_LINES
+from trainer.finetune.labels import LabelCounts, count, says_nothing
 from trainer.finetune.lines import json_objects, read_lines
 from trainer.finetune.task import TaskBatch, Unit, pack
 
@@ -91,7 +91,7 @@ class TagTask:
                     )
         return sentences
 
-    def classes(self, records: Sequence[Sentence]) -> Counts:
+    def classes(self, records: Sequence[Sentence]) -> LabelCounts:
         """Count the words with each label."""
         words = ((tag or None for tag in r.tags) if r.tags else (None for _ in r.words) for r in records)
         return count(self.labels, (tag for tags in words for tag in tags))
@@ -143,7 +143,7 @@ class TagTask:
         words = [(own, other) for a, b in known for own, other in zip(a, b, strict=True) if own]
         gold = [[own or OUTSIDE for own in a] for a, _ in known]
         said = [[other if own else OUTSIDE for own, other in zip(a, b, strict=True)] for a, b in known]
-        return entity_figures(gold, said) | {"accuracy": sum(own == other for own, other in words) / len(words)}
+        return entity_metrics(gold, said) | {"accuracy": sum(own == other for own, other in words) / len(words)}
 
     def tags(
         self, records: Sequence[Sentence], units: Sequence[Unit], answers: Sequence[NDArray[np.float32]]
@@ -187,7 +187,7 @@ def read_sentences(path: Path, tell: Tell = say, no_label: Sequence[str] = ()) -
 
     A tag in ``no_label`` means that the word has no label.
     """
-    read = _json_sentences if path.suffix in LINES else _conll_sentences
+    read = _json_sentences if path.suffix in JSON_LINES else _conll_sentences
     sentences = []
     for sentence in read(path):
         tags = tuple("" if says_nothing(tag, no_label) else tag for tag in sentence.tags)

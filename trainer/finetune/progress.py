@@ -1,4 +1,4 @@
-"""A run's progress: a log line now and then, each also recorded in the journal."""
+"""A run's progress: a log line now and then, each also recorded in the metrics log."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.changes import Changes, spelled
+from trainer.checkpoint.changed_settings import Changes, spelled
 from trainer.console import say
 from trainer.engine.engine import StepResult
 from trainer.errors import DivergedError, NotFiniteError
-from trainer.finetune.score import Judged
-from trainer.monitor.journal import JOURNAL, Journal
+from trainer.finetune.evaluation import Judged
+from trainer.monitor.metrics_log import METRICS_LOG, MetricsLog
 from trainer.ranks.world import World
 
-LINES = 10  # of progress in a run; all ranks synchronise for each
-LOOK = 10  # steps between checks that the gradients are finite; each waits for the device
-FAR = 10.0  # times the first step's loss: above that, the run has diverged
+PROGRESS_LINES = 10  # of progress in a run; all ranks synchronise for each
+FINITE_CHECK_STEPS = 10  # steps between checks that the gradients are finite; each waits for the device
+DIVERGED_FACTOR = 10.0  # times the first step's loss: above that, the run has diverged
 
 
-class Meter:
+class Progress:
     """Adds up losses on the device, and waits for it only when a line is due."""
 
     def __init__(self, name: str, folder: Path, steps: int, epoch: int, world: World) -> None:
         self.name, self.steps, self.epoch, self.world = name, steps, epoch, world
-        self.every = max(1, steps // LINES)
-        self.journal = Journal(folder / JOURNAL)
+        self.every = max(1, steps // PROGRESS_LINES)
+        self.log = MetricsLog(folder / METRICS_LOG)
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)  # all gradients so far
         self.targets = self.examples = 0  # since the last line
@@ -52,14 +52,14 @@ class Meter:
         if not self.finite:
             raise NotFiniteError("the gradients are not finite: lower the rate, or lengthen the warm-up")
 
-    def tell(self, attempts: int, rate: float) -> None:
+    def log_step(self, attempts: int, rate: float) -> None:
         """Log a line if one is due; all ranks call this.
 
         Raises as ``require_finite`` does, which is checked more often than lines are due. Raises DivergedError, on
         all ranks, for a loss far above the first step's.
         """
         due = attempts % self.every == 0 or attempts in (1, self.steps)
-        if due or attempts % LOOK == 0:
+        if due or attempts % FINITE_CHECK_STEPS == 0:
             self.require_finite()
         if not due:
             return
@@ -81,7 +81,7 @@ class Meter:
         self._report(f"step {attempts}/{self.steps}, loss {record['loss']:.4f}, {speed}", record)
         if self.first_loss is None and learnt > 0:  # steps that overflowed do not count
             self.first_loss = loss
-        if self.first_loss is not None and loss > FAR * self.first_loss:
+        if self.first_loss is not None and loss > DIVERGED_FACTOR * self.first_loss:
             raise DivergedError(
                 f"the loss is {loss:.3g}, the first step's was {self.first_loss:.3g}: lower the rate, or lengthen the "
                 "warm-up"
@@ -95,13 +95,13 @@ class Meter:
 
     def evaluated(self, place: dict[str, Any], judged: Judged, measure: str) -> None:
         """Report the dev metrics, the deciding one first."""
-        names = [measure, *(name for name in judged.figures if name != measure)]
-        figures = ", ".join(f"{name} {judged.figures[name]:.4f}" for name in names[:4])
+        names = [measure, *(name for name in judged.metrics if name != measure)]
+        shown = ", ".join(f"{name} {judged.metrics[name]:.4f}" for name in names[:4])
         odd = " (it gives the same answer for every input)" if judged.constant else ""
-        text = f"epoch {place['epoch']:.2f}, dev: {figures}{odd}"
-        self._report(text, {"event": "dev", **place, "figures": judged.figures})
+        text = f"epoch {place['epoch']:.2f}, dev: {shown}{odd}"
+        self._report(text, {"event": "dev", **place, "figures": judged.metrics})
 
     def _report(self, text: str, record: dict[str, Any]) -> None:
         if self.world.is_main:
             say(f"{self.name}: {text}")
-            self.journal.write([record])
+            self.log.write([record])

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from trainer.errors import TrainerError
 from trainer.finetune.characters import Integers, whole_characters
-from trainer.finetune.labels import Counts, count
+from trainer.finetune.labels import LabelCounts, count
 from trainer.finetune.questions import Question, read_questions
-from trainer.finetune.squad import best_thresholds, squad_figures
+from trainer.finetune.squad import best_thresholds, squad_metrics
 from trainer.finetune.task import TaskBatch, Unit, pack
 
 Floats = NDArray[np.float32]
@@ -83,7 +83,7 @@ class AnswerTask:
                     raise TrainerError(f"{question.where}: no answer; use the task squad2, or remove the question")
         return questions
 
-    def classes(self, records: Sequence[Question]) -> Counts:
+    def classes(self, records: Sequence[Question]) -> LabelCounts:
         """Count the questions with an answer and, in SQuAD 2.0, those without."""
         names = ("answered", "unanswerable") if self.unanswerable else ("answered",)
         return count(names, (None if r.answers is None else names[not r.answers] for r in records))
@@ -128,10 +128,10 @@ class AnswerTask:
         if not known:
             raise TrainerError(f"{self.name}: there is no question with an answer to evaluate on")
         found, golds = zip(*known, strict=True)
-        figures = squad_figures([self._said(one) for one in found], golds)
+        metrics = squad_metrics([self._said(one) for one in found], golds)
         if self.unanswerable:
-            figures |= best_thresholds([one.text for one in found], [one.margin for one in found], golds)
-        return figures
+            metrics |= best_thresholds([one.text for one in found], [one.margin for one in found], golds)
+        return metrics
 
     def predictions(
         self, records: Sequence[Question], units: Sequence[Unit], answers: Sequence[Floats]

@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from data_prep.__main__ import main
+from data_prep.combining_marks import count_marks
 from data_prep.inspection import describe
 from data_prep.manifest import MANIFEST, load_manifest
-from data_prep.marks import count_marks
 from data_prep.tokenizer import load_tokenizer
 from data_prep.vocab import learn_tokenizer
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from data_prep.manifest import MANIFEST, manifest_hash
 from trainer.checkpoint.reading import Checkpoint, named
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
-from trainer.monitor.journal import JOURNAL
+from trainer.monitor.metrics_log import METRICS_LOG
 from trainer.run.config import Config
 from trainer.run.phases import Plan
 
@@ -47,7 +47,7 @@ def identity(plan: Plan) -> dict[str, Any]:
 def require_own_folder(folder: Path) -> None:
     """Raises TrainerError if the folder contains a data set, or a configuration that no run wrote."""
     for name in (MANIFEST, "config.yaml"):
-        if (folder / name).exists() and not ((folder / JOURNAL).exists() or named(folder)):
+        if (folder / name).exists() and not ((folder / METRICS_LOG).exists() or named(folder)):
             raise TrainerError(f"run.folder {folder} contains {name}, which no run wrote: name another folder")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.convert.hugging_face import class_name
 from trainer.convert.model_card import markdown_table, shape_in_words
-from trainer.finetune.report import SHOWN, table
-from trainer.finetune.result import Row
-from trainer.finetune.run import Job
+from trainer.finetune.result import SettingSummary
+from trainer.finetune.run import FineTuningJob
+from trainer.finetune.sweep_report import CLASSES_SHOWN, table
 from trainer.model.bert import ModelConfig
 
 PIPELINES = {  # transformers' pipeline for each class; multiple choice has none
@@ -20,7 +20,7 @@ PIPELINES = {  # transformers' pipeline for each class; multiple choice has none
 }
 
 
-def card(job: Job, rows: list[Row], tree: Mapping[str, Any], machine: str) -> str:
+def card(job: FineTuningJob, rows: list[SettingSummary], tree: Mapping[str, Any], machine: str) -> str:
     """Write the card's text; it names files without their folders.
 
     ``tree``: the contents of results.json; ``machine``: the hardware it ran on, in words.
@@ -33,7 +33,7 @@ def card(job: Job, rows: list[Row], tree: Mapping[str, Any], machine: str) -> st
         _head(job, base),
         "## Data\n\n" + "\n".join(_data(job)),
         "## Recipe\n\n" + _recipe(job, rows, tree),
-        "## Metrics\n\n" + _figures(job, tree),
+        "## Metrics\n\n" + _metrics(job, tree),
         f"## Hardware and time\n\n{machine}: {seconds:,.0f} s of training and evaluation in {len(runs)} run(s).",
         "## Limits\n\nIt was evaluated only on the files above: not on other kinds of text, and not for bias, toxicity "
         "or private text, which its data or its pre-training data may contain.",
@@ -48,19 +48,19 @@ def _front(export_class: str) -> str:
     return "\n".join([*lines, "tags:", "- bert", "---"])
 
 
-def _head(job: Job, base: str) -> str:
+def _head(job: FineTuningJob, base: str) -> str:
     model, task = job.model, job.task
     place = "[CLS], through the pooler" if task.pooled else "the tokens"
     head = "a hidden layer and an output" if task.hidden_head else "a linear head"
     labels = f" Labels: {', '.join(f'`{label}`' for label in task.labels)}." if task.labels else ""
-    told = (
+    opening = (
         f"A {shape_in_words(model)} and {model.heads} heads, with {head} on {place}, fine-tuned from `{base}` (sha256 "
         f"of its weights and vocabulary `{job.identity['model']}`).{labels}"
     )
     if task.hidden_head:
-        return told + "\n\ntransformers has no class for this head: the weights keep Lambert's own names."
+        return opening + "\n\ntransformers has no class for this head: the weights keep Lambert's own names."
     pairs = 1 in job.dev.units[0][0].segments
-    return f"{told}\n\n```python\n{_code(task.export_class, model, pairs)}\n```"
+    return f"{opening}\n\n```python\n{_code(task.export_class, model, pairs)}\n```"
 
 
 def _code(export_class: str, model: ModelConfig, pairs: bool) -> str:
@@ -75,18 +75,18 @@ def _code(export_class: str, model: ModelConfig, pairs: bool) -> str:
     return f'from transformers import pipeline\n\npipeline("{PIPELINES[export_class]}", model="…"){given}'
 
 
-def _data(job: Job) -> Iterator[str]:
+def _data(job: FineTuningJob) -> Iterator[str]:
     options = job.options
     train, dev = (job.identity[part][0] for part in ("train", "dev"))  # their sha256; the names say which rows
     yield f"- training data: `{options.wish.train.name}`, {len(job.training):,} examples, sha256 `{train}`"
     if job.task.labels:
-        counts = (f"`{label}` ({number:,.10g})" for label, number in list(job.training.classes.items())[:SHOWN])
+        counts = (f"`{label}` ({number:,.10g})" for label, number in list(job.training.classes.items())[:CLASSES_SHOWN])
         yield f"- classes: {', '.join(counts)}"
     yield f"- dev data, used to evaluate and to choose: `{options.dev.name}`, {len(job.dev.table):,}, sha256 `{dev}`"
     yield from (f"- also scored at the end: `{part.path.name}`, {len(part.table):,}" for part in job.also)
 
 
-def _recipe(job: Job, rows: list[Row], tree: Mapping[str, Any]) -> str:
+def _recipe(job: FineTuningJob, rows: list[SettingSummary], tree: Mapping[str, Any]) -> str:
     recipe, chosen = job.options.recipe, tree["chosen"]
     clipping = f"clipped to a norm of {recipe.clipping:g}" if recipe.clipping else "not clipped"
     return (
@@ -100,14 +100,14 @@ def _recipe(job: Job, rows: list[Row], tree: Mapping[str, Any]) -> str:
     )
 
 
-def _figures(job: Job, tree: Mapping[str, Any]) -> str:
+def _metrics(job: FineTuningJob, tree: Mapping[str, Any]) -> str:
     options = job.options
     known = [(options.dev, tree["chosen"]["dev"])]
-    known += [(Path(path), figures) for path, figures in tree.get("also", {}).items()]
+    known += [(Path(path), metrics) for path, metrics in tree.get("also", {}).items()]
     if "test" in tree and options.test is not None:
         known.append((options.test, tree["test"]))
     names, odd = list(tree["chosen"]["dev"]), bool(tree["chosen"]["how"] == "degenerate")
-    lines = [(file.name, *(f"{figures[name]:.4f}" for name in names)) for file, figures in known]
+    lines = [(file.name, *(f"{metrics[name]:.4f}" for name in names)) for file, metrics in known]
     return (
         markdown_table(("file", *names), lines)
         + odd * "\n\nIt gives the same answer for every input: it has learned nothing."

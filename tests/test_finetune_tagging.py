@@ -13,8 +13,8 @@ from finetune_toys import CLS, FIRST, SEP, UNK, answers, learn, tiny, vocabulary
 from tokenizers import Tokenizer
 
 from trainer.errors import TrainerError
-from trainer.finetune.entities import entities, entity_figures
-from trainer.finetune.tag import Sentence, TagTask, _windows
+from trainer.finetune.entities import entities, entity_metrics
+from trainer.finetune.tagging import Sentence, TagTask, _windows
 from trainer.finetune.task import collate
 
 # Made with seqeval 1.2.2 (scikit-learn 1.9.1, numpy 2.4.6):
@@ -36,9 +36,9 @@ SEQEVAL = [
 # precision_score, recall_score, f1_score and classification_report of the same version, gold against said.
 GOLD = ["B-PER I-PER O B-LOC", "O B-ORG I-ORG O", "B-LOC O", "O O B-MISC"]
 SAID = ["I-PER I-PER O B-LOC", "O B-ORG O I-ORG", "B-PER O", "O O O"]
-FIGURES = {"f1": 0.4, "precision": 0.4, "recall": 0.4, "f1.PER": 2 / 3, "precision.PER": 0.5, "recall.PER": 1.0}
-FIGURES |= {"f1.LOC": 2 / 3, "precision.LOC": 1.0, "recall.LOC": 0.5}
-FIGURES |= {f"{name}.{kind}": 0.0 for name in ("f1", "precision", "recall") for kind in ("ORG", "MISC")}
+METRICS = {"f1": 0.4, "precision": 0.4, "recall": 0.4, "f1.PER": 2 / 3, "precision.PER": 0.5, "recall.PER": 1.0}
+METRICS |= {"f1.LOC": 2 / 3, "precision.LOC": 1.0, "recall.LOC": 0.5}
+METRICS |= {f"{name}.{kind}": 0.0 for name in ("f1", "precision", "recall") for kind in ("ORG", "MISC")}
 
 CONLL = "-DOCSTART- -X- -X- O\n\nEU NNP I-NP {}\nrejects VBZ I-VP O\n\nPeter NNP I-NP {}\nBlackburn NNP I-NP {}\n\n"
 
@@ -69,9 +69,9 @@ def test_entities_are_seqevals(tags: str, found: list[tuple[str, int, int]]) -> 
     assert entities(tags.split()) == found
 
 
-def test_figures_are_seqevals() -> None:
-    figures = entity_figures([row.split() for row in GOLD], [row.split() for row in SAID])
-    assert figures == pytest.approx(FIGURES, abs=1e-15)
+def test_metrics_are_seqevals() -> None:
+    metrics = entity_metrics([row.split() for row in GOLD], [row.split() for row in SAID])
+    assert metrics == pytest.approx(METRICS, abs=1e-15)
 
 
 # ---- features ------------------------------------------------------------------------------------------------
@@ -121,10 +121,10 @@ def test_a_sentence_of_nothing_visible_is_outside(tokenizer: Tokenizer) -> None:
 
 
 def test_conlls_own_files_are_read_and_brought_to_bio(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     iob1 = write(tmp_path, CONLL.format("I-ORG", "I-PER", "B-PER") + "New\u00a0York NNP I-NP I-LOC\r\n", "iob1.txt")
-    kind = TagTask.of(iob1, told.append)
-    assert kind.labels == ("O", "B-LOC", "B-ORG", "B-PER", "I-LOC", "I-ORG", "I-PER") and not told
+    kind = TagTask.of(iob1, reported.append)
+    assert kind.labels == ("O", "B-LOC", "B-ORG", "B-PER", "I-LOC", "I-ORG", "I-PER") and not reported
     assert kind.read(write(tmp_path, CONLL.format("I-ORG", "I-PER", "I-PER")))[1].tags == ("B-PER", "I-PER")
     with pytest.raises(TrainerError, match="has the tag B-MISC"):
         kind.read(write(tmp_path, CONLL.format("I-ORG", "I-PER", "I-MISC")))
@@ -132,18 +132,18 @@ def test_conlls_own_files_are_read_and_brought_to_bio(tmp_path: Path) -> None:
     assert [record.tags for record in records] == [("B-ORG", "O"), ("B-PER", "B-PER"), ("B-LOC",)]
     assert [record.number for record in records] == [0, 1, 2]
     assert [list(record.lines) for record in records] == [[3, 4], [6, 7], [9]]
-    assert len(told) == 3 and str(iob1) in told[2] and "IOB1" in told[2]
+    assert len(reported) == 3 and str(iob1) in reported[2] and "IOB1" in reported[2]
 
 
 def test_bio_is_left_as_it_is_and_json_lines_say_the_same(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     bio = write(tmp_path, CONLL.format("B-ORG", "B-PER", "I-PER"))
-    first = TagTask.of(bio, told.append).read(bio)
+    first = TagTask.of(bio, reported.append).read(bio)
     rows = [{"tokens": record.words, "ner_tags": record.tags} for record in first]
     lines = write(tmp_path, "\n".join(map(json.dumps, rows)), "train.jsonl")
-    second = TagTask.of(lines, told.append).read(lines)
+    second = TagTask.of(lines, reported.append).read(lines)
     assert [(r.words, r.tags) for r in first] == [(r.words, r.tags) for r in second]
-    assert first[1].words == ("Peter", "Blackburn") and first[1].tags == ("B-PER", "I-PER") and not told
+    assert first[1].words == ("Peter", "Blackburn") and first[1].tags == ("B-PER", "I-PER") and not reported
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_a_tiny_model_learns_who_follows_whom(tokenizer: Tokenizer) -> None:
     held_out = [unit for record in rows[48:] for unit in kind.units(record, tokenizer, 64, training=False)]
     before = kind.score(rows[48:], held_out, answers(model, held_out))["f1"]
     learn(model, units, 50)
-    figures = kind.score(rows[48:], held_out, said := answers(model, held_out))
-    assert before < 0.5 and figures["f1"] > 0.95 and figures["f1.PER"] == figures["f1"]
+    metrics = kind.score(rows[48:], held_out, said := answers(model, held_out))
+    assert before < 0.5 and metrics["f1"] > 0.95 and metrics["f1.PER"] == metrics["f1"]
     assert kind.predictions(rows[48:], held_out, said)[0]["tokens"] == list(rows[48].words)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from trainer.finetune.data import Part, Rows, Table
+from trainer.finetune.data import EvaluationFile, Integers, UnitTable
 from trainer.finetune.task import Task, TaskModel
 from trainer.ranks.world import World, broadcast_text, together
 
@@ -24,12 +24,12 @@ Answers = list[NDArray[np.float32]]
 class Judged:
     """Metrics on a file. ``constant``: the model gives the same answer for every input, as a failed run does."""
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
     constant: bool
 
 
 @torch.no_grad()
-def answer(model: TaskModel, table: Table, world: World) -> Answers:
+def answer(model: TaskModel, table: UnitTable, world: World) -> Answers:
     """The head's answers to each unit, in order. All ranks call this: each computes a share and receives all."""
     training = model.training
     model.eval()
@@ -43,23 +43,23 @@ def answer(model: TaskModel, table: Table, world: World) -> Answers:
     return _gather(torch.cat(made) if made else torch.zeros(0, device=world.device), groups, table, model.task, world)
 
 
-def judge(answers: Answers, part: Part, task: Task, world: World) -> Judged:
+def judge(answers: Answers, part: EvaluationFile, task: Task, world: World) -> Judged:
     """Score a file on rank 0, and return its metrics on every rank. Raises TrainerError as the task does."""
 
     def score() -> str:
         if not world.is_main:
             return ""
-        figures = {
+        metrics = {
             name: value if math.isfinite(value) else 0.0  # NaN: a correlation with constant values
             for name, value in task.score(part.records, part.units, answers).items()
         }
-        return json.dumps({"figures": figures, "constant": is_constant(answers, part.table, task)})
+        return json.dumps({"metrics": metrics, "constant": is_constant(answers, part.table, task)})
 
-    told = json.loads(broadcast_text(together(score, world), world))
-    return Judged(told["figures"], told["constant"])
+    scored = json.loads(broadcast_text(together(score, world), world))
+    return Judged(scored["metrics"], scored["constant"])
 
 
-def is_constant(answers: Answers, table: Table, task: Task) -> bool:
+def is_constant(answers: Answers, table: UnitTable, task: Task) -> bool:
     """Whether a model gives the same class, or the same number up to rounding, though the targets differ."""
     if len(np.unique(table.targets)) < 2:
         return False
@@ -69,16 +69,16 @@ def is_constant(answers: Answers, table: Table, task: Task) -> bool:
     return task.outputs == 1 and float(np.ptp(rows)) <= 1e-3 * max(1.0, float(np.abs(rows).max()))
 
 
-def _gather(own: torch.Tensor, groups: Sequence[Rows], table: Table, task: Task, world: World) -> Answers:
+def _gather(own: torch.Tensor, groups: Sequence[Integers], table: UnitTable, task: Task, world: World) -> Answers:
     """Collect all ranks' answers, by unit."""
     shares = [groups[rank :: world.size] for rank in range(world.size)]
     sizes = [sum(int(table.answers[rows].sum()) for rows in share) * task.outputs for share in shares]
     padded = own.new_zeros(max(sizes))
     padded[: len(own)] = own
-    told = [torch.empty_like(padded) for _ in shares]
-    dist.all_gather(told, padded)
+    gathered = [torch.empty_like(padded) for _ in shares]
+    dist.all_gather(gathered, padded)
     found: list[NDArray[np.float32] | None] = [None] * len(table)
-    for share, size, flat in zip(shares, sizes, told, strict=True):
+    for share, size, flat in zip(shares, sizes, gathered, strict=True):
         rows = np.concatenate([*share, np.zeros(0, np.int64)])
         ends = np.cumsum(table.answers[rows])
         parts = np.split(flat[:size].cpu().numpy().reshape(-1, task.outputs), ends[:-1]) if len(rows) else []

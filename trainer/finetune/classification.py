@@ -22,9 +22,9 @@ from kernels.cross_entropy import cross_entropy
 from trainer.console import Tell
 from trainer.errors import TrainerError
 from trainer.finetune.formats import Row, read_rows
-from trainer.finetune.labels import NONE, Counts, count, says_nothing
-from trainer.finetune.measures import FIGURES
+from trainer.finetune.labels import NONE, LabelCounts, count, says_nothing
 from trainer.finetune.task import TaskBatch, Unit, fit, pack, with_targets
+from trainer.finetune.task_metrics import TASK_METRICS
 
 _AT_ONCE = 4096  # records tokenised together
 Answers = Sequence[NDArray[np.float32]]
@@ -51,7 +51,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Record:
+class SentenceRecord:
     """A text or a pair of texts."""
 
     line: int
@@ -66,7 +66,7 @@ class SentenceTask:
 
     name: str
     measure: str
-    figures: tuple[str, ...]  # names in measures.FIGURES
+    metrics: tuple[str, ...]  # names in task_metrics.TASK_METRICS
     format: Format
     labels: tuple[str, ...]
     hidden_head: bool
@@ -85,24 +85,24 @@ class SentenceTask:
         """Dtype of the targets."""
         return torch.int64 if self.labels else torch.float32
 
-    def read(self, path: Path) -> list[Record]:
+    def read(self, path: Path) -> list[SentenceRecord]:
         """Read a file's records; without a label column they have no labels. See ``read_records``."""
         return read_records(path, self.format, self.labels, self.tell)
 
-    def classes(self, records: Sequence[Record]) -> Counts:
+    def classes(self, records: Sequence[SentenceRecord]) -> LabelCounts:
         """Count the records of each class; for numbers, report how many there are, the lowest and the highest."""
         if self.labels:
             return count(self.labels, (None if r.target is None else self.labels[int(r.target)] for r in records))
         known = [record.target for record in records if record.target is not None]
-        counts: Counts = {"numbers": len(known)} | ({"lowest": min(known), "highest": max(known)} if known else {})
+        counts: LabelCounts = {"numbers": len(known)} | ({"lowest": min(known), "highest": max(known)} if known else {})
         return counts | ({NONE: len(records) - len(known)} if len(known) < len(records) else {})
 
-    def units(self, record: Record, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
+    def units(self, record: SentenceRecord, tokenizer: Tokenizer, longest: int, training: bool) -> list[Unit]:
         """The record as one unit, truncated to ``longest`` tokens."""
         return self.all_units([record], tokenizer, longest, training)[0]
 
     def all_units(
-        self, records: Sequence[Record], tokenizer: Tokenizer, longest: int, training: bool
+        self, records: Sequence[SentenceRecord], tokenizer: Tokenizer, longest: int, training: bool
     ) -> list[list[Unit]]:
         """One unit of one example per record; ``_AT_ONCE`` records are tokenised together."""
         made: list[list[Unit]] = []
@@ -127,7 +127,7 @@ class SentenceTask:
         """1 if the label is known, else 0."""
         return sum(len(example.targets) for example in unit)
 
-    def score(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
+    def score(self, records: Sequence[SentenceRecord], units: Sequence[Unit], answers: Answers) -> dict[str, float]:
         """The task's metrics over the records whose label is known."""
         said = np.concatenate(answers)  # (records, outputs)
         known = [row for row, record in enumerate(records) if record.target is not None]
@@ -138,9 +138,11 @@ class SentenceTask:
             gold, values = gold.astype(np.int64), said[known].argmax(1)
         else:
             values = said[known, 0].astype(np.float64)
-        return {name: FIGURES[name](gold, values) for name in self.figures}
+        return {name: TASK_METRICS[name](gold, values) for name in self.metrics}
 
-    def predictions(self, records: Sequence[Record], units: Sequence[Unit], answers: Answers) -> list[dict[str, Any]]:
+    def predictions(
+        self, records: Sequence[SentenceRecord], units: Sequence[Unit], answers: Answers
+    ) -> list[dict[str, Any]]:
         """One row per record: its index, the prediction, a class's probability and, if known, the label."""
         rows = []
         for index, (record, own) in enumerate(zip(records, np.concatenate(answers).astype(np.float64), strict=True)):
@@ -158,7 +160,7 @@ class SentenceTask:
 # ---- records ---------------------------------------------------------------------------------------------------
 
 
-def read_records(path: Path, form: Format, labels: Sequence[str], tell: Tell) -> list[Record]:
+def read_records(path: Path, form: Format, labels: Sequence[str], tell: Tell) -> list[SentenceRecord]:
     """Read a file's records, which have one of ``labels`` each or, if that is empty, a number.
 
     ``tell`` receives a report of what is skipped. Raises TrainerError, with file and line, for missing columns and
@@ -186,7 +188,9 @@ def read_records(path: Path, form: Format, labels: Sequence[str], tell: Tell) ->
             continue
         assert first is not None
         records.append(
-            Record(row.line, first, second, _target(label, numbers, f"{path}, line {row.line}: {columns.label}"))
+            SentenceRecord(
+                row.line, first, second, _target(label, numbers, f"{path}, line {row.line}: {columns.label}")
+            )
         )
     left = [(short, "are too short"), (undecided, "have no label that the annotators agreed on")]
     if said := [f"{count} that {what}" for count, what in left if count]:

@@ -15,16 +15,17 @@ from data_prep.json_text import parse_json
 from trainer.console import say
 
 Record = dict[str, Any]
-JOURNAL = "metrics.jsonl"  # in the run's folder
-SPENT = ("start", "productive", "rework", "skipped", "data", "checkpoint", "evaluation")  # where an attempt's time goes
-PARTS = ("data", "forward", "backward", "reduce", "optimizer")  # where a step's time on a rank goes
-TASKS = ("mlm", "nsp")
+METRICS_LOG = "metrics.jsonl"  # in the run's folder
+# Where an attempt's time goes, and where a step's time on a rank goes.
+TIME_STATES = ("start", "productive", "rework", "skipped", "data", "checkpoint", "evaluation")
+STEP_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
+LOSS_TASKS = ("mlm", "nsp")
 _STEP = re.compile(rb'"step": (\d{1,15})(?!\d)')
 _LONGEST = 1 << 20  # bytes of a line; ours have a few hundred
 _ATTEMPT, _PLATEAU = b'{"event": "attempt"', b'{"event": "plateau"'
 
 
-class Journal:
+class MetricsLog:
     """Appends to one JSONL file. The file may come from an earlier attempt that was killed while writing."""
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +50,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """All records of a journal; see `lines`."""
+    """All records of a metrics log; see `lines`."""
     return list(lines(path))
 
 
@@ -69,9 +70,9 @@ def lines(path: Path) -> Iterator[Record]:
 
 
 def past(path: Path) -> tuple[int, int, bool]:
-    """The highest step in a journal, including steps that were rolled back; the attempts; whether a plateau lasts.
+    """The highest step in a metrics log, including steps that were rolled back; the attempts; whether a plateau lasts.
 
-    All are 0 without a journal. The lines are searched rather than parsed, so a million steps take only seconds.
+    All are 0 without a metrics log. The lines are searched rather than parsed, so a million steps take only seconds.
     """
     highest, attempts, plateau = 0, 0, False
     if path.exists():

@@ -1,4 +1,4 @@
-"""Changes since a checkpoint are reported in one line on resume, and recorded in the journal."""
+"""Changes since a checkpoint are reported in one line on resume, and recorded in the metrics log."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import ranks
 from finetune_command import finetune, make_inputs, run_folder
 from runs import lines, write_config
 
-from trainer.checkpoint.changes import RATE, Setup, differing, since, spelled
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.changed_settings import NEXT_RATE, Setup, differing, since, spelled
+from trainer.checkpoint.train_state import TrainState
 from trainer.exits import DONE, STOPPED
-from trainer.monitor.journal import read_lines
+from trainer.monitor.metrics_log import read_lines
 
 HALF = TrainState(attempts=40, step=40, phase_step=40)
 
 
 def phase(name: str, **changed: Any) -> dict[str, Any]:
-    told = {"name": name, "train": "shards", "sequence_length": 32, "steps": 50, "learning_rate": 0.01}
-    return told | {"global_batch": None, "micro_batch": 8, "accumulation": 2, "power": 1.0, "warmup_steps": 5} | changed
+    values = {"name": name, "train": "shards", "sequence_length": 32, "steps": 50, "learning_rate": 0.01}
+    return (
+        values | {"global_batch": None, "micro_batch": 8, "accumulation": 2, "power": 1.0, "warmup_steps": 5} | changed
+    )
 
 
 def setup(**changed: Any) -> Setup:
@@ -34,13 +36,13 @@ def setup(**changed: Any) -> Setup:
         "engine": {"zero_stage": 1, "precision": "auto"},
         "metrics": {"port": None},
     }
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "config": config,
         "identity": {"phases": [{"global_batch": 32}] * 2},
         "precision": "fp32",
         "ranks": 2,
     }
-    return Setup(**copy.deepcopy(told) | changed)
+    return Setup(**copy.deepcopy(values) | changed)
 
 
 def changed(path: str, value: Any) -> Setup:
@@ -64,9 +66,13 @@ def test_nothing_changed() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("phases.0.steps", 500, f"phases.0.steps was 50, now 500; {RATE} was 0.002, now 0.0092"),
-        ("phases.0.learning_rate", 0.1, f"phases.0.learning_rate was 0.01, now 0.1; {RATE} was 0.002, now 0.02"),
-        ("phases.0.warmup_steps", 45, f"phases.0.warmup_steps was 5, now 45; {RATE} was 0.002, now 0.009111111111"),
+        ("phases.0.steps", 500, f"phases.0.steps was 50, now 500; {NEXT_RATE} was 0.002, now 0.0092"),
+        ("phases.0.learning_rate", 0.1, f"phases.0.learning_rate was 0.01, now 0.1; {NEXT_RATE} was 0.002, now 0.02"),
+        (
+            "phases.0.warmup_steps",
+            45,
+            f"phases.0.warmup_steps was 5, now 45; {NEXT_RATE} was 0.002, now 0.009111111111",
+        ),
         ("phases.0.steps", 40, "phases.0.steps was 50, now 40"),  # over: the next step is another phase's
         ("phases.1.learning_rate", 0.002, "phases.1.learning_rate was 0.001, now 0.002"),
         ("phases.0.heldout", "there", ""),  # a key that the checkpoint's version did not know
@@ -75,11 +81,11 @@ def test_nothing_changed() -> None:
         ("engine.zero_stage", 2, "engine.zero_stage was 1, now 2"),
     ],
 )
-def test_each_change_is_told_with_the_rate_that_it_leads_to(path: str, value: Any, said: str) -> None:
+def test_each_change_is_reported_with_the_rate_that_it_leads_to(path: str, value: Any, said: str) -> None:
     assert spelled(since(setup(), changed(path, value), HALF)) == said
 
 
-def test_ranks_precision_batches_and_phases_are_told() -> None:
+def test_ranks_precision_batches_and_phases_are_reported() -> None:
     assert spelled(since(setup(), setup(ranks=4, precision="bf16"), HALF)) == (
         "ranks was 2, now 4; engine.precision was fp32, now bf16"
     )
@@ -94,9 +100,9 @@ def test_ranks_precision_batches_and_phases_are_told() -> None:
 def test_phases_that_are_over_count_no_more() -> None:
     later = TrainState(attempts=60, step=60, phase=1, phase_step=10)
     assert since(setup(), changed("phases.0.train", "moved"), later) == {}
-    assert list(since(setup(), changed("phases.1.steps", 70), later)) == ["phases.1.steps", RATE]
+    assert list(since(setup(), changed("phases.1.steps", 70), later)) == ["phases.1.steps", NEXT_RATE]
     over = TrainState(attempts=50, step=50, phase_step=50)
-    assert since(setup(), changed("phases.0.steps", 100), over)[RATE] == (0.0, 0.005)
+    assert since(setup(), changed("phases.0.steps", 100), over)[NEXT_RATE] == (0.0, 0.005)
 
 
 def test_trees_differ_by_leaf() -> None:
@@ -115,7 +121,7 @@ def test_a_lengthened_run_says_how_its_rate_jumps(tiny_shards: Path, tmp_path: P
     assert start("trainer/__main__.py")[0] == DONE
     run, more = tmp_path / "run", ("phases.0.steps=80", "optimizer.weight_decay=0.1", "run.ranks=1")
     line = "changed since that checkpoint: phases.0.steps was 8, now 80; "
-    line += f"optimizer.weight_decay was 0.01, now 0.1; {RATE} was 0, now 0.009"
+    line += f"optimizer.weight_decay was 0.01, now 0.1; {NEXT_RATE} was 0, now 0.009"
     code, said = start("trainer/preflight.py", *more)
     assert code == DONE and f"lambert: {line}\n" in said, said
     code, said = start("trainer/__main__.py", *more, "phases.0.steps=12")
@@ -123,7 +129,7 @@ def test_a_lengthened_run_says_how_its_rate_jumps(tiny_shards: Path, tmp_path: P
     assert code == DONE and said.count("changed since") == 1 and f"lambert: {line}\n" in said, said
     [record] = lines(run, "changed")
     assert record["step"] == 8 and record["settings"]["phases.0.steps"] == [8, 12]
-    assert record["settings"][RATE] == [0.0, pytest.approx(0.01 / 3)]
+    assert record["settings"][NEXT_RATE] == [0.0, pytest.approx(0.01 / 3)]
     code, said = start("trainer/__main__.py", *more, "phases.0.steps=12")
     assert code == DONE and "changed since" not in said and len(lines(run, "changed")) == 1, said
 

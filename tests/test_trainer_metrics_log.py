@@ -1,4 +1,4 @@
-"""The journal: a line cut short by a kill or a full disk is lost, but never its neighbors or the run."""
+"""The metrics log: a line cut short by a kill or a full disk is lost, but never its neighbors or the run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.monitor.journal import Journal, past, read_lines, tokens_per_second
+from trainer.monitor.metrics_log import MetricsLog, past, read_lines, tokens_per_second
 
 
 def test_what_is_written_is_read_and_null_stands_for_what_is_not_finite(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "metrics.jsonl")
     inf, nan = float("inf"), float("nan")
-    journal.write([{"event": "step", "step": 1, "loss": 0.1 + 0.2, "gradient_norm": inf, "note": 'ü "\n'}])
-    journal.write([{"event": "ranks", "compute": [1.0, nan, -inf], "parts": {"data": nan, "forward": 2.0}, "ok": True}])
+    log.write([{"event": "step", "step": 1, "loss": 0.1 + 0.2, "gradient_norm": inf, "note": 'ü "\n'}])
+    log.write([{"event": "ranks", "compute": [1.0, nan, -inf], "parts": {"data": nan, "forward": 2.0}, "ok": True}])
     assert read_lines(tmp_path / "metrics.jsonl") == [
         {"event": "step", "step": 1, "loss": 0.1 + 0.2, "gradient_norm": None, "note": 'ü "\n'},
         {"event": "ranks", "compute": [1.0, None, None], "parts": {"data": None, "forward": 2.0}, "ok": True},
@@ -26,9 +26,9 @@ def test_what_is_written_is_read_and_null_stands_for_what_is_not_finite(tmp_path
 def test_an_attempt_goes_on_after_a_line_that_a_kill_cut(tmp_path: Path, cut: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(cut)
-    journal = Journal(path)
-    journal.write([{"step": 2}])
-    journal.write([{"step": 3}])
+    log = MetricsLog(path)
+    log.write([{"step": 2}])
+    log.write([{"step": 3}])
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
     assert "\n\n" not in path.read_text()
 
@@ -49,34 +49,34 @@ def test_lines_too_deep_or_too_long_are_passed_over(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_lines_and_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path)
-    journal.write([{"step": 1}])
+    log = MetricsLog(path)
+    log.write([{"step": 1}])
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 8, unlimited[1]))
     try:
         for step in (2, 3, 4):
-            journal.write([{"step": step}])
+            log.write([{"step": step}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    journal.write([{"step": 5}])
+    log.write([{"step": 5}])
     [said] = capsys.readouterr().out.splitlines()
     assert said.startswith(f"lambert: {path}: losing lines until it can be written again: ")
     assert [line["step"] for line in read_lines(path)] == [1, 5]
     path.unlink()
     path.mkdir()
-    journal.write([{"step": 6}])
+    log.write([{"step": 6}])
     assert len(capsys.readouterr().out.splitlines()) == 1  # losing lines a second time is reported again
 
 
 def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert past(path) == (0, 0, False)
-    journal = Journal(path)
-    journal.write([{"event": "step", "step": step} for step in (98, 99, 100, 101)])
-    journal.write(
+    log = MetricsLog(path)
+    log.write([{"event": "step", "step": step} for step in (98, 99, 100, 101)])
+    log.write(
         [{"event": "attempt", "restarts": 1}, {"event": "attempt", "restarts": 2}, {"event": "start", "step": 97}]
     )
-    journal.write([{"event": "checkpoint_failed", "step": 98, "reason": '"step": 5000'}, {"event": "end"}])
+    log.write([{"event": "checkpoint_failed", "step": 98, "reason": '"step": 5000'}, {"event": "end"}])
     with path.open("a") as file:
         file.write(json.dumps({"event": "step", "step": 1029})[:26])  # killed while it wrote: 10 is to be seen
     assert past(path) == (101, 2, False)
@@ -85,8 +85,8 @@ def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
 def test_a_plateau_lasts_until_it_is_left(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for on in (True, False, True):
-        Journal(path).write([{"event": "plateau", "time": 1.0, "step": 3, "on": on, "sign": "collapsed"}])
-        Journal(path).write([{"event": "step", "step": 4, "on": not on}])
+        MetricsLog(path).write([{"event": "plateau", "time": 1.0, "step": 3, "on": on, "sign": "collapsed"}])
+        MetricsLog(path).write([{"event": "step", "step": 4, "on": not on}])
         assert past(path) == (4, 0, on)
 
 

@@ -73,14 +73,14 @@ def state_of(found: Checkpoint) -> TrainState:
         counts = {name: state[name] for name in names}
         counts |= {"good_steps": record["loss_scale"]["good_steps"], "steps": record["optimizer"]["steps"]}
         phases, scale = record["identity"]["phases"], record["loss_scale"]["scale"]
-        figures = record.get("heldout", {})
+        metrics = record.get("heldout", {})
     except (LookupError, TypeError) as error:
         raise TrainerError(f"checkpoint {found.folder} is damaged: its record lacks {error}") from None
     wrong = {name: value for name, value in counts.items() if type(value) is not int or not 0 <= value < 2**62}
     if scale not in POWERS_OF_TWO:
         wrong["loss scale"] = scale
-    if not isinstance(figures, dict) or not all(isinstance(figure, float | int) for figure in figures.values()):
-        wrong["heldout"] = figures
+    if not isinstance(metrics, dict) or not all(isinstance(metric, float | int) for metric in metrics.values()):
+        wrong["heldout"] = metrics
     if not wrong and counts["phase"] >= len(phases):
         wrong["phase"] = counts["phase"]
     if wrong:

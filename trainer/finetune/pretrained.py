@@ -12,7 +12,7 @@ from torch import Tensor
 from data_prep.manifest import file_sha256
 from data_prep.tokenizer import Tokenizer
 from trainer.checkpoint.reading import find
-from trainer.checkpoint.vocabulary import RESTORE, load_trained, require_rows
+from trainer.checkpoint.trained_tokenizer import RESTORE_TOKENIZER, load_trained, require_rows
 from trainer.console import Tell
 from trainer.convert.weights import read
 from trainer.errors import TrainerError
@@ -38,9 +38,9 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Tell) -> Pretraine
     Unless it is given, its tokenizer is in the same folder, or next to a run's checkpoints. ``tell`` receives what is
     not used, and a warning if the tokenizer is smaller than the model. Raises TrainerError if anything is missing.
     """
-    told: list[str] = []
-    given = read(path, told.append)
-    for line in told:
+    messages: list[str] = []
+    given = read(path, messages.append)
+    for line in messages:
         if "not used" in line or line.startswith("warning:"):  # the task needs none of the heads that are missing
             tell(line)
     if given.model is None:
@@ -53,12 +53,12 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Tell) -> Pretraine
     known = given.sha256
     if known is None and given.tokenizer not in (None, folder):
         known = load_trained(given.tokenizer, None, path).sha256()
-    loaded = load_trained(folder, known, path, f"{RESTORE}, or name it by --tokenizer")
+    loaded = load_trained(folder, known, path, f"{RESTORE_TOKENIZER}, or name it by --tokenizer")
     require_rows(loaded.vocab_size, folder, given.model.vocab_size, path, tell)
     return Pretrained(given.tensors, given.model, loaded, _sha256(path, loaded))
 
 
-def choose(given: Pretrained, task: Task, tell: Tell) -> dict[str, Tensor]:
+def needed_weights(given: Pretrained, task: Task, tell: Tell) -> dict[str, Tensor]:
     """The weights that the task's model needs: the whole encoder, and the pooler if the head reads through it.
 
     The head, and a missing pooler, keep the values drawn from the seed. Raises TrainerError if the encoder is

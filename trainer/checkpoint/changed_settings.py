@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.reading import Checkpoint
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.engine.schedule import BatchStage, Phase
 
 Changes = dict[str, tuple[Any, Any]]  # key: its value in the checkpoint, and its value now
 SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation")  # sections that affect how a run continues
-RATE = "the next step's learning rate"
+NEXT_RATE = "the next step's learning rate"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def since(saved: Setup, ours: Setup, state: TrainState) -> Changes:
     found = differing(saved.deciding(state.phase), ours.deciding(state.phase))
     if state.entering(tuple(ours.phases)).phase == state.phase < len(ours.phases):
         before, now = (state.rate(own.phases[state.phase]) for own in (saved, ours))
-        found |= {RATE: (before, now)} if before != now else {}
+        found |= {NEXT_RATE: (before, now)} if before != now else {}
     return found
 
 

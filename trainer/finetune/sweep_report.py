@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import replacing
-from trainer.finetune.labels import Counts
-from trainer.finetune.result import Row
+from trainer.finetune.labels import LabelCounts
+from trainer.finetune.result import SettingSummary
 
-SHOWN = 30  # classes on a line
+CLASSES_SHOWN = 30  # classes on a line
 _HEADINGS = ("rate", "batch", "epochs", "median", "spread", "best", "n", "diverged", "constant")
 
 
-def table(rows: Sequence[Row], measure: str) -> str:
+def table(rows: Sequence[SettingSummary], measure: str) -> str:
     """The settings' dev metrics as a text table, best median first."""
     cells: list[tuple[str, ...]] = [_HEADINGS]
     for row in sorted(rows, key=lambda row: -1e9 if row.median is None else row.median, reverse=True):
@@ -24,15 +24,15 @@ def table(rows: Sequence[Row], measure: str) -> str:
         cells.append((f"{setting.rate:g}", str(setting.batch), f"{setting.epochs:g}", *values, *counts))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    told = "spread: standard deviation; constant: runs with the same answer for every input"
-    return "\n".join([f"{measure} on dev, over seeds ({told})", *lines])
+    legend = "spread: standard deviation; constant: runs with the same answer for every input"
+    return "\n".join([f"{measure} on dev, over seeds ({legend})", *lines])
 
 
-def counted(path: Path, counts: Counts) -> str:
+def counted(path: Path, counts: LabelCounts) -> str:
     """A file's classes and their counts, in one line."""
     parts = [f"{label} ({number:,.10g})" for label, number in counts.items()]
-    more = f" and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-    return f"{path}: {', '.join(parts[:SHOWN])}{more}"
+    more = f" and {len(parts) - CLASSES_SHOWN} more" if len(parts) > CLASSES_SHOWN else ""
+    return f"{path}: {', '.join(parts[:CLASSES_SHOWN])}{more}"
 
 
 def closing(tree: dict[str, Any]) -> str:
@@ -40,12 +40,12 @@ def closing(tree: dict[str, Any]) -> str:
     chosen = tree["chosen"]
     setting = f"rate {chosen['rate']:g}, batch {chosen['batch']}, {chosen['epochs']:g} epochs, seed {chosen['seed']}"
     odd = ", which gives the same answer for every input: no run has learned" if chosen["how"] == "degenerate" else ""
-    lines = [f"chosen: {setting}{odd}", f"  dev: {_figures(chosen['dev'])}"]
-    lines += [f"  {path}: {_figures(figures)}" for path, figures in tree.get("also", {}).items()]
-    return "\n".join(lines + ([f"  test: {_figures(tree['test'])}"] if "test" in tree else []))
+    lines = [f"chosen: {setting}{odd}", f"  dev: {_metrics(chosen['dev'])}"]
+    lines += [f"  {path}: {_metrics(metrics)}" for path, metrics in tree.get("also", {}).items()]
+    return "\n".join(lines + ([f"  test: {_metrics(tree['test'])}"] if "test" in tree else []))
 
 
-def draw(rows: Sequence[Row], title: str, measure: str, path: Path) -> None:
+def draw(rows: Sequence[SettingSummary], title: str, measure: str, path: Path) -> None:
     """Draw a column per setting, with a dot per seed and a line at the median. Writes the file atomically."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -75,8 +75,8 @@ def draw(rows: Sequence[Row], title: str, measure: str, path: Path) -> None:
             figure.savefig(file, dpi=120, format="png")
 
 
-def _figures(figures: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+def _metrics(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer.checkpoint.state import TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.data.loader import StepBatch
 from trainer.engine.schedule import Phase
 from trainer.model.batch import GlobalCounts

@@ -13,7 +13,7 @@ from finetune_toys import CLS, FIRST, SEP, answers, learn, tiny, vocabulary, wit
 from tokenizers import Tokenizer
 
 from trainer.errors import TrainerError
-from trainer.finetune.choose import Choices, ChoiceTask, Record
+from trainer.finetune.multiple_choice import ChoiceRecord, Choices, ChoiceTask
 from trainer.finetune.task import collate
 
 HEADER = ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
@@ -39,7 +39,7 @@ def test_swags_file_as_published(letters: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path, SWAG)
     task = ChoiceTask.of(path)
     first, second = task.read(path)
-    assert first == Record(2, "a, b", ("c d", "c e", "c d e", "c e, d"), 2) and second.target == 0
+    assert first == ChoiceRecord(2, "a, b", ("c d", "c e", "c d e", "c e, d"), 2) and second.target == 0
     a, b, c, d, e = range(FIRST, FIRST + 5)
     comma = FIRST + 8
     [unit] = task.units(first, letters, 64, training=True)
@@ -56,7 +56,7 @@ def test_swags_file_as_published(letters: Tokenizer, tmp_path: Path) -> None:
 def test_the_longer_of_context_and_choice_is_cut_first(letters: Tokenizer) -> None:
     """This follows google-research/bert's _truncate_seq_pair: for a tie, the choice loses its last token."""
     task = ChoiceTask(COLUMNS, 2)
-    [unit] = task.units(Record(1, "a b c d e", ("x", "x y z a b"), 0), letters, 8, training=True)
+    [unit] = task.units(ChoiceRecord(1, "a b c d e", ("x", "x y z a b"), 0), letters, 8, training=True)
     a, b, c, d = range(FIRST, FIRST + 4)
     x, y = FIRST + 5, FIRST + 6
     assert unit[0].tokens == (CLS, a, b, c, d, SEP, x, SEP)
@@ -127,7 +127,7 @@ def test_another_number_of_choices_than_in_training_is_refused(tmp_path: Path) -
 
 def test_the_loss_is_the_softmax_over_a_records_choices(letters: Tokenizer) -> None:
     task = ChoiceTask(COLUMNS, 3)
-    records = [Record(1, "a", ("b", "c d", "e"), 2), Record(2, "a b c", ("x", "y", "z"), 0)]
+    records = [ChoiceRecord(1, "a", ("b", "c d", "e"), 2), ChoiceRecord(2, "a b c", ("x", "y", "z"), 0)]
     units = [unit for record in records for unit in task.units(record, letters, 64, training=True)]
     scores = torch.randn(6, 1, generator=torch.Generator().manual_seed(1))
     wanted = -(scores[:3, 0].log_softmax(0)[2] + scores[3:, 0].log_softmax(0)[0])
@@ -143,7 +143,7 @@ def test_a_tiny_model_learns_to_choose(letters: Tokenizer) -> None:
     for number in range(64):
         middles = draw.sample("xyz", 3)
         choices = tuple(f"{draw.choice('de')} {middle} {draw.choice('de')}" for middle in middles)
-        records.append(Record(number, draw.choice("abc"), choices, middles.index("x")))
+        records.append(ChoiceRecord(number, draw.choice("abc"), choices, middles.index("x")))
     units = [unit for record in records for unit in task.units(record, letters, 64, training=True)]
     model = tiny(task, letters.get_vocab_size())
     before = task.score(records[40:], units[40:], answers(model, units[40:]))["accuracy"]
@@ -156,7 +156,11 @@ def test_a_tiny_model_learns_to_choose(letters: Tokenizer) -> None:
 
 def test_the_largest_score_chooses() -> None:
     task = ChoiceTask(COLUMNS, 2)
-    records = [Record(1, "a", ("b", "c"), 1), Record(2, "a", ("b", "c"), 1), Record(3, "a", ("b", "c"), None)]
+    records = [
+        ChoiceRecord(1, "a", ("b", "c"), 1),
+        ChoiceRecord(2, "a", ("b", "c"), 1),
+        ChoiceRecord(3, "a", ("b", "c"), None),
+    ]
     said = [np.array([[0], [2]], np.float32), np.array([[1], [0]], np.float32), np.array([[1], [0]], np.float32)]
     assert task.score(records, [], said) == {"accuracy": 0.5}
     rows = task.predictions(records, [], said)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from data_prep.draws import bits
 from data_prep.tokenizer import load_tokenizer
 from trainer.errors import TrainerError
-from trainer.finetune import measures
-from trainer.finetune.classify import Columns, Record, cut
+from trainer.finetune import task_metrics
+from trainer.finetune.classification import Columns, SentenceRecord, cut
 from trainer.finetune.options import parse
 from trainer.finetune.task import Task, collate
 from trainer.finetune.tasks import TASKS, Wish, known
@@ -34,7 +34,7 @@ def task(name: str, path: Path, **wish: object) -> Task:
     return known(name).make(Wish(path, **wish), refuse)  # type: ignore[arg-type]
 
 
-def read(name: str, path: Path) -> list[Record]:
+def read(name: str, path: Path) -> list[SentenceRecord]:
     return task(name, path).read(path)
 
 
@@ -45,47 +45,47 @@ STSB = "index|genre|filename|year|old_index|source1|source2|sentence1|sentence2|
 SNLI = {"gold_label": "neutral", "sentence1": "A b.", "sentence2": "C d."}
 SICK = "pair_ID|sentence_A|sentence_B|entailment_label|relatedness_score|entailment_AB|SemEval_set"
 MNLI = "index|promptID|pairID|genre|sentence1_binary_parse|sentence2_binary_parse|sentence1_parse|sentence2_parse"
-PUBLISHED: list[tuple[str, str, list[str], Record]] = [  # | stands for a tab
-    ("cola", "train.tsv", ['gj04|1||It "is.', "gj04|0|*|Is it."], Record(1, 'It "is.', None, 1.0)),
-    ("cola", "test.tsv", ["index|sentence", "0|Bill fell."], Record(2, "Bill fell.", None, None)),
-    ("sst2", "dev.tsv", ["sentence|label", "so , so |0"], Record(2, "so , so ", None, 0.0)),
+PUBLISHED: list[tuple[str, str, list[str], SentenceRecord]] = [  # | stands for a tab
+    ("cola", "train.tsv", ['gj04|1||It "is.', "gj04|0|*|Is it."], SentenceRecord(1, 'It "is.', None, 1.0)),
+    ("cola", "test.tsv", ["index|sentence", "0|Bill fell."], SentenceRecord(2, "Bill fell.", None, None)),
+    ("sst2", "dev.tsv", ["sentence|label", "so , so |0"], SentenceRecord(2, "so , so ", None, 0.0)),
     (
         *("mrpc", "msr_paraphrase_train.txt"),
         ["\ufeffQuality|#1 ID|#2 ID|#1 String|#2 String", '1|7|8|A "x|"B'],
-        Record(2, 'A "x', '"B', 1.0),
+        SentenceRecord(2, 'A "x', '"B', 1.0),
     ),
     (
         *("qqp", "train.tsv"),
         ["id|qid1|qid2|question1|question2|is_duplicate", "1|2|3|Why?|How?|1"],
-        Record(2, "Why?", "How?", 1.0),
+        SentenceRecord(2, "Why?", "How?", 1.0),
     ),
-    ("stsb", "train.tsv", [STSB, "0|g|f|y|1|n|n|A.|B.|3.750"], Record(2, "A.", "B.", 3.75)),
-    ("stsb", "sts-dev.csv", [f'{STS}|5.000|A "m.|C.', f"{STS}|0.4|X|Y|x|x"], Record(1, 'A "m.', "C.", 5.0)),
+    ("stsb", "train.tsv", [STSB, "0|g|f|y|1|n|n|A.|B.|3.750"], SentenceRecord(2, "A.", "B.", 3.75)),
+    ("stsb", "sts-dev.csv", [f'{STS}|5.000|A "m.|C.', f"{STS}|0.4|X|Y|x|x"], SentenceRecord(1, 'A "m.', "C.", 5.0)),
     (
         *("mnli", "dev_matched.tsv"),
         [f"{MNLI}|sentence1|sentence2|label1|gold_label", "0|1|2|3|4|5|6|7|A.|B.|neutral|entailment"],
-        Record(2, "A.", "B.", 1.0),
+        SentenceRecord(2, "A.", "B.", 1.0),
     ),
     (
         *("qnli", "dev.tsv"),
         ["index|question|sentence|label", "0|Who?|He.|not_entailment"],
-        Record(2, "Who?", "He.", 1.0),
+        SentenceRecord(2, "Who?", "He.", 1.0),
     ),
-    ("rte", "dev.tsv", ["index|sentence1|sentence2|label", "0|A.|B.|entailment"], Record(2, "A.", "B.", 0.0)),
-    ("rte", "dev.tsv", ["sentence1|sentence2|label", "A.|B.|entailment"], Record(2, "A.", "B.", 0.0)),
-    ("snli", "snli_1.0_dev.jsonl", [json.dumps(SNLI)], Record(1, "A b.", "C d.", 2.0)),
+    ("rte", "dev.tsv", ["index|sentence1|sentence2|label", "0|A.|B.|entailment"], SentenceRecord(2, "A.", "B.", 0.0)),
+    ("rte", "dev.tsv", ["sentence1|sentence2|label", "A.|B.|entailment"], SentenceRecord(2, "A.", "B.", 0.0)),
+    ("snli", "snli_1.0_dev.jsonl", [json.dumps(SNLI)], SentenceRecord(1, "A b.", "C d.", 2.0)),
     (
         *("sick-entailment", "SICK.txt#SemEval_set=TRIAL"),
         [SICK, "1|A|B|NEUTRAL|4.5|x|TRAIN", "2|C|D|ENTAILMENT|3.2|x|TRIAL"],
-        Record(3, "C", "D", 1.0),
+        SentenceRecord(3, "C", "D", 1.0),
     ),
-    ("sick-relatedness", "SICK.txt", [SICK, "1|A|B|NEUTRAL|4.5|x|TRAIN"], Record(2, "A", "B", 4.5)),
+    ("sick-relatedness", "SICK.txt", [SICK, "1|A|B|NEUTRAL|4.5|x|TRAIN"], SentenceRecord(2, "A", "B", 4.5)),
 ]
 
 
 @pytest.mark.parametrize(("name", "file", "lines", "wanted"), PUBLISHED, ids=[f"{n}-{f}" for n, f, *_ in PUBLISHED])
 def test_published_files_are_read_as_they_are(
-    name: str, file: str, lines: list[str], wanted: Record, tmp_path: Path
+    name: str, file: str, lines: list[str], wanted: SentenceRecord, tmp_path: Path
 ) -> None:
     write(tmp_path / file.split("#")[0], *(line.replace("|", "\t") for line in lines))
     records = read(name, tmp_path / file)
@@ -94,17 +94,19 @@ def test_published_files_are_read_as_they_are(
 
 
 def test_records_without_an_agreed_label_are_left_out_and_counted(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     path = write(tmp_path / "dev.jsonl", json.dumps(SNLI), json.dumps(SNLI | {"gold_label": "-"}), json.dumps(SNLI))
-    assert len(known("snli").make(Wish(path), told.append).read(path)) == 2
-    assert len(told) == 1 and "of 3 records, skipped 1 that have no label that the annotators agreed on" in told[0]
+    assert len(known("snli").make(Wish(path), reported.append).read(path)) == 2
+    assert (
+        len(reported) == 1 and "of 3 records, skipped 1 that have no label that the annotators agreed on" in reported[0]
+    )
 
 
 def test_cut_off_lines_are_left_out_of_qqp_and_refused_elsewhere(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     path = write(tmp_path / "train.tsv", "sentence1\tsentence2\tlabel", "A\tB\t1", "A", "C\tD\t0")
-    assert len(known("qqp").make(Wish(path), told.append).read(path)) == 2
-    assert "skipped 1 that are too short" in told[0]
+    assert len(known("qqp").make(Wish(path), reported.append).read(path)) == 2
+    assert "skipped 1 that are too short" in reported[0]
     with pytest.raises(TrainerError, match=r"train.tsv, line 3: no value in column sentence2"):
         read("mrpc", path)
 
@@ -271,25 +273,25 @@ def numbers(kind: int, count: int) -> NDArray[np.float64]:
         (5, (0.7319587628865979, 0.7222222222222222, 0.7256565656565657, 0.665466690327705)),
     ],
 )
-def test_figures_of_classes_are_scikit_learns(most: int, wanted: tuple[float, ...]) -> None:
+def test_metrics_of_classes_are_scikit_learns(most: int, wanted: tuple[float, ...]) -> None:
     pair = answers(97, most)
-    ours = [measures.FIGURES[name](*pair) for name in ("accuracy", "f1", "macro_f1", "matthews")]
+    ours = [task_metrics.TASK_METRICS[name](*pair) for name in ("accuracy", "f1", "macro_f1", "matthews")]
     assert ours == pytest.approx(wanted, abs=1e-14)
 
 
 def test_correlations_are_scipys() -> None:
     gold = numbers(1, 53)
     said = np.round((gold + numbers(2, 53)) * 2) / 2  # many are equal
-    assert measures.pearson(gold, said) == pytest.approx(0.7245758420019432, abs=1e-14)  # SciPy 1.17.1: pearsonr
-    assert measures.spearman(gold, said) == pytest.approx(0.7187147590362793, abs=1e-14)  # spearmanr
-    assert measures.spearman(gold, gold**3) == pytest.approx(1.0, abs=1e-14)
+    assert task_metrics.pearson(gold, said) == pytest.approx(0.7245758420019432, abs=1e-14)  # SciPy 1.17.1: pearsonr
+    assert task_metrics.spearman(gold, said) == pytest.approx(0.7187147590362793, abs=1e-14)  # spearmanr
+    assert task_metrics.spearman(gold, gold**3) == pytest.approx(1.0, abs=1e-14)
 
 
-def test_figures_of_what_does_not_vary() -> None:
+def test_metrics_of_what_does_not_vary() -> None:
     gold, said = np.array([0, 1, 1, 0]), np.zeros(4, np.int64)
-    assert (measures.f1(gold, said), measures.matthews(gold, said)) == (0.0, 0.0)  # as in scikit-learn
-    assert measures.macro_f1(gold, said) == pytest.approx(1 / 3)
-    assert np.isnan(measures.pearson(gold.astype(float), said.astype(float)))  # as in SciPy
+    assert (task_metrics.f1(gold, said), task_metrics.matthews(gold, said)) == (0.0, 0.0)  # as in scikit-learn
+    assert task_metrics.macro_f1(gold, said) == pytest.approx(1 / 3)
+    assert np.isnan(task_metrics.pearson(gold.astype(float), said.astype(float)))  # as in SciPy
 
 
 def test_scores_and_predictions_belong_to_their_records(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from trainer.errors import TrainerError
-from trainer.finetune.answer import AnswerTask, best_span, most_context, windows
 from trainer.finetune.characters import whole_characters
+from trainer.finetune.question_answering import AnswerTask, best_span, most_context, windows
 from trainer.finetune.questions import Question
-from trainer.finetune.squad import best_thresholds, exact_match, f1, normalise, squad_figures
+from trainer.finetune.squad import best_thresholds, exact_match, f1, normalise, squad_metrics
 from trainer.finetune.task import Unit, collate
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -62,12 +62,12 @@ def test_texts_are_compared_as_the_official_script_does() -> None:
     assert (f1("", ["x"]), exact_match("", ["the"])) == (0, 1)  # a gold answer of only an article counts as none
 
 
-def test_figures_are_means_over_both_kinds_of_questions() -> None:
-    figures = squad_figures(["a cat", "cat sat", "", "x"], [["cat"], ["cat"], [], []])
-    assert figures["exact_match"] == 0.5 and figures["f1"] == pytest.approx((1 + 2 / 3 + 1 + 0) / 4)
-    assert figures["f1.answered"] == pytest.approx(5 / 6) and figures["exact_match.answered"] == 0.5
-    assert figures["f1.unanswerable"] == figures["exact_match.unanswerable"] == 0.5
-    assert set(squad_figures(["cat"], [["cat"]])) == {"f1", "exact_match"}
+def test_metrics_are_means_over_both_kinds_of_questions() -> None:
+    metrics = squad_metrics(["a cat", "cat sat", "", "x"], [["cat"], ["cat"], [], []])
+    assert metrics["exact_match"] == 0.5 and metrics["f1"] == pytest.approx((1 + 2 / 3 + 1 + 0) / 4)
+    assert metrics["f1.answered"] == pytest.approx(5 / 6) and metrics["exact_match.answered"] == 0.5
+    assert metrics["f1.unanswerable"] == metrics["exact_match.unanswerable"] == 0.5
+    assert set(squad_metrics(["cat"], [["cat"]])) == {"f1", "exact_match"}
 
 
 def test_the_best_threshold_takes_equal_margins_together() -> None:
@@ -206,7 +206,7 @@ def test_every_span_is_the_same_of_a_composed_and_a_decomposed_text(context: str
 
 def test_the_trainer_that_ours_is_compared_with_gets_the_answers_tokens(letters: Tokenizer) -> None:
     """Our targets count a window's places, transformers' class counts tokens."""
-    from finetune_beside import Features
+    from finetune_against_transformers import Features
 
     task = AnswerTask(stride=2)
     units = task.units(asked("a b", "c d e f g h", "e f"), letters, 9, training=True)
@@ -256,8 +256,8 @@ def test_a_window_speaks_only_for_pieces_that_it_shows_best_and_nothing_must_bea
         task = AnswerTask(unanswerable=True, stride=2, threshold=threshold)
         [row] = task.predictions([record], units, [first, second])
         assert row == {"id": "q0", "prediction": said, "span": "c d", "margin": -1.0}
-        figures = task.score([record], units, [first, second])
-        assert figures["exact_match"] == 0 and figures["best_f1"] == 0
+        metrics = task.score([record], units, [first, second])
+        assert metrics["exact_match"] == 0 and metrics["best_f1"] == 0
     assert AnswerTask(stride=2).predictions([record], units, [first, second]) == [{"id": "q0", "prediction": "c d"}]
 
 
@@ -299,9 +299,9 @@ def test_a_tiny_model_learns_to_answer_and_not_to(letters: Tokenizer) -> None:
     model = tiny(task, letters.get_vocab_size())
     before = task.score(records[60:], held_out, answers(model, held_out))["f1"]
     learn(model, seen, 60)
-    figures = task.score(records[60:], held_out, answers(model, held_out))
-    assert before < 0.5 and figures["f1"] > 0.9
-    assert figures["f1.answered"] > 0.9 and figures["f1.unanswerable"] > 0.9 and figures["best_f1"] >= figures["f1"]
+    metrics = task.score(records[60:], held_out, answers(model, held_out))
+    assert before < 0.5 and metrics["f1"] > 0.9
+    assert metrics["f1.answered"] > 0.9 and metrics["f1.unanswerable"] > 0.9 and metrics["best_f1"] >= metrics["f1"]
 
 
 # ---- files ---------------------------------------------------------------------------------------------------

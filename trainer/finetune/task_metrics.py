@@ -66,7 +66,7 @@ def _share(part: float, whole: float) -> float:
     return float(part / whole) if whole else 0.0
 
 
-FIGURES: dict[str, Callable[..., float]] = {
+TASK_METRICS: dict[str, Callable[..., float]] = {
     "accuracy": accuracy,
     "f1": f1,
     "macro_f1": macro_f1,

@@ -1,6 +1,6 @@
 """Compares fine-tuning with transformers' Trainer on the same files, settings and seeds: metrics and times of both.
 
-    python tests/finetune_beside.py --model MINILM --tasks DATA --only rte mrpc --seeds 1 2 3 --who ours theirs
+    python tests/finetune_against_transformers.py --model MINILM --tasks DATA --only rte mrpc --seeds 1 2 3
 
 DATA holds a folder for each task. Both use length 128 (384 for questions), batches of 32, three epochs, a rate of 5e-5,
 AdamW with epsilon 1e-6 and a decay of 0.01, warm-up over a tenth, no clipping and fp16 on a GPU. The same code
@@ -25,8 +25,8 @@ import ranks
 import torch
 from numpy.typing import NDArray
 
-from trainer.finetune.data import Part, flat_units, read_part
-from trainer.finetune.start import read_pretrained
+from trainer.finetune.data import EvaluationFile, flat_units, read_evaluation_file
+from trainer.finetune.pretrained import read_pretrained
 from trainer.finetune.task import Task, Unit
 from trainer.finetune.tasks import Wish, known
 
@@ -97,13 +97,13 @@ def theirs(name: str, folder: Path, model: Path, seeds: list[int], tell: Any) ->
     task = known(name).make(Wish(file_of(folder, "train")), tell)
     length, tokenizer = known(name).recipe.length, read_pretrained(model, None, tell).tokenizer.encoder
     learnt = flat_units(task, task.read(file_of(folder, "train")), tokenizer, length, training=True)
-    dev: Part = read_part(file_of(folder, "dev"), task, tokenizer, length)
+    dev: EvaluationFile = read_evaluation_file(file_of(folder, "dev"), task, tokenizer, length)
     train, judged = Features([unit for unit in learnt if task.count(unit)], task), Features(dev.units, task)
     fast = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
     transformers.logging.set_verbosity_error()
     tags = task.export_class == "BertForTokenClassification"
     collate = (transformers.DataCollatorForTokenClassification if tags else transformers.DataCollatorWithPadding)(fast)
-    figures, seconds = [], []
+    scores, seconds = [], []
     for seed in seeds:
         transformers.set_seed(seed)
         labels = {} if task.export_class == "BertForQuestionAnswering" else {"num_labels": task.outputs}
@@ -131,16 +131,16 @@ def theirs(name: str, folder: Path, model: Path, seeds: list[int], tell: Any) ->
                 train_dataset=train,
                 eval_dataset=judged,
                 data_collator=collate,
-                compute_metrics=lambda told: task.score(
-                    dev.records, dev.units, answers(told.predictions, dev.units, task)
+                compute_metrics=lambda logged: task.score(
+                    dev.records, dev.units, answers(logged.predictions, dev.units, task)
                 ),
             )
             begun = time.perf_counter()
-            trainer.run.train()
+            trainer.train()
             seconds.append(time.perf_counter() - begun)
-            told = [line for line in trainer.checkpoint.state.log_history if f"eval_{task.measure}" in line]
-            figures.append(told[-1][f"eval_{task.measure}"])
-    return figures, seconds
+            logged = [line for line in trainer.state.log_history if f"eval_{task.measure}" in line]
+            scores.append(logged[-1][f"eval_{task.measure}"])
+    return scores, seconds
 
 
 def main() -> None:
@@ -155,11 +155,11 @@ def main() -> None:
         folder = given.tasks / FOLDERS.get(name, name)
         for who in given.who:
             run = ours if who == "ours" else theirs
-            figures, seconds = run(name, folder, given.model, given.seeds, lambda line: None)
-            spread = statistics.stdev(figures) if len(figures) > 1 else 0.0
-            told = " ".join(f"{figure:.4f}" for figure in figures)
-            middle = f"{statistics.median(figures):.4f} ± {spread:.4f}"
-            print(f"| {name} | {who} | {middle} ({told}) | {statistics.median(seconds):.1f} s |", flush=True)
+            scores, seconds = run(name, folder, given.model, given.seeds, lambda line: None)
+            spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+            each = " ".join(f"{score:.4f}" for score in scores)
+            middle = f"{statistics.median(scores):.4f} ± {spread:.4f}"
+            print(f"| {name} | {who} | {middle} ({each}) | {statistics.median(seconds):.1f} s |", flush=True)
 
 
 if __name__ == "__main__":
