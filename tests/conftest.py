@@ -13,7 +13,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported, so set before the imports below
-from file_server import Server
 from hypothesis import settings
 
 from data_prep.build import build
@@ -21,6 +20,7 @@ from data_prep.draws import bits
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.vocab import train_tokenizer
+from tests.helpers.file_server import Server
 from trainer.data import remote
 from trainer.model.bert import ModelConfig
 

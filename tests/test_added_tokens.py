@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from finetune_inputs import PIECES, TINY, bert_folder, sentences, tokenizer_folder
-from ranks import ROOT
 from transformers import AddedToken, AutoTokenizer, BertForPreTraining, BertForSequenceClassification
 
 from data_prep.__main__ import main as data_prep
 from data_prep.errors import DataError
 from data_prep.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers.finetune_inputs import PIECES, TINY, bert_folder, sentences, tokenizer_folder
+from tests.helpers.ranks import ROOT
 from trainer import fill_mask
 from trainer.convert import folder as hf_folder
 from trainer.convert.weights import fitting, load_bert

@@ -1,6 +1,6 @@
 """A run on two hosts with real sshds is the same under each launcher, and its user's settings reach every rank.
 
-This covers three of the launchers; tests/fault_table.py covers the others, and injects faults under all of them.
+This covers three of the launchers; tests/tools/fault_table.py covers the others, and injects faults under all of them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-from launches import LAUNCHERS, SETTINGS, TIMEOUT, Site, Started, losses, site
-from programs import program
-from runs import write_config
-from sshd import command_of, environment_of, wait_for
+
+from tests.helpers import ranks
+from tests.helpers.launches import LAUNCHERS, SETTINGS, TIMEOUT, Site, Started, losses, site
+from tests.helpers.programs import program
+from tests.helpers.runs import write_config
+from tests.helpers.sshd import command_of, environment_of, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ def expected(tiny_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     """The report for each step of two ranks without a launcher or network."""
     folder = tmp_path_factory.mktemp("expected")
     config = configure(folder, tiny_shards)
-    script = str(ranks.ROOT / "tests/trainer_on_ranks.py")
+    script = str(ranks.ROOT / "tests/helpers/trainer_on_ranks.py")
     options = ["--config", str(config), "--set", f"run.folder={folder / 'run'}"]
     done = ranks.finish(ranks.fork(2, script, str(folder), "[]", *options))
     assert [code for code, _ in done] == [0, 0], done

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpora import write_corpus
 
 from data_prep.bench import TENSORFLOW, main
 from data_prep.errors import DataError
 from data_prep.measured_run import memory, run_measured
+from tests.helpers.corpora import write_corpus
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import SPECIAL_IDS, contents, read_samples, write_corpus, write_tokenizer
 
 from data_prep import corpus, pairs
 from data_prep.__main__ import main
@@ -22,6 +21,7 @@ from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.verify import verify
 from data_prep.workers import start_workers
+from tests.helpers.corpora import SPECIAL_IDS, contents, read_samples, write_corpus, write_tokenizer
 
 pytestmark = pytest.mark.slow
 

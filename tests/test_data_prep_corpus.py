@@ -21,7 +21,6 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
-from ranks import ROOT
 
 from data_prep import corpus, lines
 from data_prep.cleaning import clean
@@ -29,6 +28,7 @@ from data_prep.corpus import LONGEST_PARAGRAPH, Reading, read_chunks, read_parag
 from data_prep.errors import DataError
 from data_prep.lines import read_blocks
 from data_prep.sources import Source, Where, find_sources, parse_where
+from tests.helpers.ranks import ROOT
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,

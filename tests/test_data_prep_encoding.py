@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from corpora import write_tokenizer
 from pyarrow import parquet
 
 from data_prep.__main__ import main
 from data_prep.encoding import flaw, read_utf8
 from data_prep.manifest import load_manifest
+from tests.helpers.corpora import write_tokenizer
 from trainer.encode.__main__ import decoded
 from trainer.errors import TrainerError
 from trainer.finetune.lines import read_text

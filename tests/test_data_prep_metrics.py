@@ -15,10 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from corpora import write_corpus
-from programs import program
 from prometheus_client.parser import text_string_to_metric_families
-from ranks import ROOT, free_port
 
 from data_prep import metrics
 from data_prep.__main__ import main
@@ -26,6 +23,9 @@ from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
 from data_prep.metrics import COUNTERS, STAGES, BuildMetrics, check_textfile, push, serve, write_textfile
 from data_prep.workers import Stopped
+from tests.helpers.corpora import write_corpus
+from tests.helpers.programs import program
+from tests.helpers.ranks import ROOT, free_port
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 VERSIONS = {"lambert": "0.1.0", "tokenizers": "0.22.1"}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from corpora import read_samples, segments, write_corpus, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from data_prep.pairs import BLOCK_DOCUMENTS, BLOCK_TOKENS, DocumentBlock, PlanCo
 from data_prep.settings import Settings, make_settings
 from data_prep.shards import NO_PAIR
 from data_prep.store import Store
+from tests.helpers.corpora import read_samples, segments, write_corpus, write_tokenizer
 
 UNKNOWN = 1
 VOCABULARY = make_vocabulary(1000, [0, UNKNOWN, 2, 3], 4)

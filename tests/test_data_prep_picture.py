@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import read_samples, write_corpus
 from matplotlib.image import imread
 
 from data_prep.build import build
@@ -18,6 +17,7 @@ from data_prep.manifest import TOKENIZER_FOLDER, file_sha256, load_manifest
 from data_prep.picture import draw, make_spread, masked_share, padding_share, read_histograms
 from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
+from tests.helpers.corpora import read_samples, write_corpus
 
 PAIRS = ("nsp", "sop", "single")
 

@@ -15,7 +15,6 @@ import fsspec
 import numpy as np
 import pytest
 import webdataset
-from corpora import contents, read_samples, write_corpus
 from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
@@ -27,6 +26,7 @@ from data_prep.publish import publish
 from data_prep.retries import LONGEST_REASON, shown
 from data_prep.settings import make_settings
 from data_prep.verify import verify
+from tests.helpers.corpora import contents, read_samples, write_corpus
 
 BUCKET = "bucket"
 READ = "import sys, urllib.request as web; sys.stdout.buffer.write(web.urlopen(sys.argv[1]).read())"

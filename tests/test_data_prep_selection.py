@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import read_samples, write_tokenizer
 
 from data_prep import selection
 from data_prep.__main__ import main
 from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
+from tests.helpers.corpora import read_samples, write_tokenizer
 
 PARTS = ("train", "held-out")
 

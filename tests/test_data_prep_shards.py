@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import write_corpus
 
 from data_prep import shards
 from data_prep.build import build
 from data_prep.errors import DataError
 from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Column, Sample, decode_sample, read_index, read_shard, write_shard
+from tests.helpers.corpora import write_corpus
 
 NAME = "shard-00000"
 

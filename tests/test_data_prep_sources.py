@@ -15,14 +15,14 @@ from pathlib import Path
 import pyarrow
 import pytest
 import zstandard
-from corpora import contents, write_tokenizer
 from pyarrow import parquet
-from ranks import ROOT
 
 from data_prep import corpus
 from data_prep.__main__ import main
 from data_prep.manifest import Manifest, SourceRecord, load_manifest, save_manifest
 from data_prep.sources import describe_left_out, format_of
+from tests.helpers.corpora import contents, write_tokenizer
+from tests.helpers.ranks import ROOT
 
 TEXT = "a b c\nd e f\n\ng h i\na b d\n"  # two documents
 RECORDS = "".join(json.dumps({"text": text}) + "\n" for text in TEXT.split("\n\n"))

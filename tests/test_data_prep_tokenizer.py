@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpora import SPECIAL_IDS, contents, write_tokenizer
 
 from data_prep.__main__ import main
 from data_prep.errors import DataError
 from data_prep.tokenizer import SPECIALS, WORDPIECE_MODEL, load_tokenizer
 from data_prep.vocab import learn_tokenizer, train_tokenizer
+from tests.helpers.corpora import SPECIAL_IDS, contents, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
 TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9"] * 5

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from corpora import write_corpus
 
 from data_prep.__main__ import main
 from data_prep.build import build
@@ -16,6 +15,7 @@ from data_prep.manifest import load_manifest, manifest_hash
 from data_prep.settings import make_settings
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.verify import verify
+from tests.helpers.corpora import write_corpus
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import write_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from data_prep.combining_marks import count_marks
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.vocab import learn_tokenizer
 from data_prep.words import WordCache
+from tests.helpers.corpora import write_tokenizer
 
 TEXT = ["The cat sat on the mat, the fat cat!", "I like playing soccer", "我喜欢踢足球", "Ça déjà vu — 9|9 ^ ~"] * 5
 U2 = np.dtype("<u2")

@@ -23,15 +23,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from mpi_command import TASKS, crash, fill, refuse, square
-from ranks import ROOT
 
 from data_prep.errors import DataError, KilledError
 from data_prep.workers import Stopped, show_progress, start_workers, stop_on_sigterm
+from tests.helpers.mpi_command import TASKS, crash, fill, refuse, square
+from tests.helpers.ranks import ROOT
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, str(ROOT / "tests" / "mpi_command.py")]
+COMMAND = [sys.executable, str(ROOT / "tests/helpers/mpi_command.py")]
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 needs_mpi = pytest.mark.skipif(MPIRUN is None or not importlib.util.find_spec("mpi4py"), reason="no mpirun and mpi4py")
 PATIENCE = 60  # seconds, of a slow machine
@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
     """The environment of a root user in a container with few cores, with variables that workers must ignore."""
     return {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": str(ROOT),
         "TOKENIZERS_PARALLELISM": "true",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT
 
 from deploy import launch, wheels
 from kernels import bench
+from tests.helpers.ranks import ROOT
 
 
 @pytest.mark.parametrize(

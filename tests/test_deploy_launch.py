@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-import ranks
-from runs import lines, write_config
-from test_launchers import container
 
 from deploy.node import LaunchError, Node, read_node
 from deploy.reasons import End, describe, judge, leave_message
+from tests.helpers import ranks
+from tests.helpers.runs import lines, write_config
+from tests.test_launcher_stops import container
 
 pytestmark = pytest.mark.slow
 

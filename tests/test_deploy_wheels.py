@@ -12,9 +12,9 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
-import ranks
 
 from deploy.wheels import WheelsError, misjudged, pip_options, read_lock
+from tests.helpers import ranks
 
 pytestmark = pytest.mark.slow
 

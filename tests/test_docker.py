@@ -17,8 +17,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from ranks import ROOT
 
+from tests.helpers.ranks import ROOT
 from trainer.exits import DONE, REFUSED, STOPPED
 
 pytestmark = pytest.mark.slow

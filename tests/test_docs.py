@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
 import yaml
-from pages import LINK, PAGES, README, Command, blocks, commands, headings, named_files, program, prose
-from ranks import ROOT
+
+from tests.helpers import ranks
+from tests.helpers.pages import LINK, PAGES, README, Command, blocks, commands, headings, named_files, program, prose
+from tests.helpers.ranks import ROOT
 
 HISTORY = ROOT / "docs" / "lab.md"  # dated entries: what they name may be gone
 MADE = ("deploy/monitoring/targets/",)  # by users
@@ -85,12 +86,12 @@ def test_make_has_the_target(target: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "lab.md"], ids=name)  # notes of then
 def test_every_module_that_is_named_exists(page: Path) -> None:
     code = " ".join(re.findall(r"`([^`]+)`", PROSE[page])) + " ".join(blocks(PROSE[page]))
-    modules = set(re.findall(r"\bpython -m ((?:data_prep|kernels|trainer|deploy)[\w.]*)", code))
+    modules = set(re.findall(r"\bpython -m ((?:data_prep|kernels|trainer|deploy|tests)[\w.]*)", code))
     assert not [module for module in sorted(modules) if importlib.util.find_spec(module.rstrip(".")) is None]
 
 
 def parsed(command: Command) -> list[str] | None:
-    """A command as tests/parse_commands.py takes it; None for a program that is not Lambert's."""
+    """A command as tests/helpers/parse_commands.py takes it; None for a program that is not Lambert's."""
     words = list(command.words)
     if words[0] in ("deepspeed", "torchrun"):
         return words
@@ -112,10 +113,10 @@ def test_every_command_is_accepted_by_its_program() -> None:
     asked = {command: words for command in COMMANDS if (words := parsed(command)) is not None}
     assert len(asked) > 30
     done = subprocess.run(
-        [sys.executable, ROOT / "tests/parse_commands.py"],
+        [sys.executable, ROOT / "tests/helpers/parse_commands.py"],
         input=json.dumps(list(asked.values())),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
-import ranks
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from data_prep.manifest import load_manifest
 from data_prep.shards import shard_name, tar_path
+from tests.helpers import ranks
 from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow

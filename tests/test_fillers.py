@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from runs import lines, write_config
 from transformers import AutoTokenizer, BertForMaskedLM, pipeline
 
 from data_prep.build import build
 from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
 from data_prep.vocab import train_tokenizer
+from tests.helpers import ranks
+from tests.helpers.runs import lines, write_config
 from trainer.checkpoint.reading import find, load_model, load_weights
 from trainer.convert import folder as hf_folder
 from trainer.convert import onnx

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetune_inputs import PIECES, tokenizer_folder
 from numpy.typing import NDArray
 
 from data_prep.draws import bits
 from data_prep.tokenizer import load_tokenizer
+from tests.helpers.finetune_inputs import PIECES, tokenizer_folder
 from trainer.errors import TrainerError
 from trainer.finetune import task_metrics
 from trainer.finetune.classification import Columns, SentenceRecord, cut

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetune_command import finetune, logged, make_inputs, result, weights
 
+from tests.helpers.finetune_command import finetune, logged, make_inputs, result, weights
 from trainer.engine.schedule import Phase, learning_rate
 from trainer.exits import DONE, STOPPED
 
@@ -22,7 +22,9 @@ def test_stopped_in_fp16_equals_never_stopped(tmp_path: Path) -> None:
 
     def train(name: str, aim: str = "-") -> list[int]:
         more = ("--precision", "fp16", "--head", "mlp")
-        ended = finetune(inputs, tmp_path / name, *more, size=2, aim=aim, script="tests/finetune_fp16_on_ranks.py")
+        ended = finetune(
+            inputs, tmp_path / name, *more, size=2, aim=aim, script="tests/helpers/finetune_fp16_on_ranks.py"
+        )
         scales.append(re.findall(r"^scale (\d+ \d+)$", ended[0][1], re.MULTILINE))
         return [code for code, _ in ended]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from finetune_command import ON_RANKS
-from finetune_inputs import bert_folder, sentences
-from finetune_toys import vocabulary
 from numpy import eye, float32
-from ranks import finish, fork
 
+from tests.helpers.finetune_command import ON_RANKS
+from tests.helpers.finetune_inputs import bert_folder, sentences
+from tests.helpers.finetune_toys import vocabulary
+from tests.helpers.ranks import finish, fork
 from trainer.errors import TrainerError
 from trainer.exits import DONE, REFUSED
 from trainer.finetune.__main__ import make_job

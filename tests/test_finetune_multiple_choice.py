@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finetune_toys import CLS, FIRST, SEP, answers, learn, tiny, vocabulary, without_gradient
 from tokenizers import Tokenizer
 
+from tests.helpers.finetune_toys import CLS, FIRST, SEP, answers, learn, tiny, vocabulary, without_gradient
 from trainer.errors import TrainerError
 from trainer.finetune.multiple_choice import ChoiceRecord, Choices, ChoiceTask
 from trainer.finetune.task import collate

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from corpora import write_tokenizer
-from finetune_inputs import PIECES, TINY, bert_folder, tokenizer_folder, write_classes, write_data
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from unnoticed import unnoticed
 
 from data_prep.tokenizer import SPECIALS, load_tokenizer
 from kernels import dropout
+from tests.helpers.corpora import write_tokenizer
+from tests.helpers.finetune_inputs import PIECES, TINY, bert_folder, tokenizer_folder, write_classes, write_data
+from tests.helpers.unnoticed import unnoticed
 from trainer.convert import weights as plain_weights
 from trainer.convert.hugging_face import class_name
 from trainer.data.order import Order

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from finetune_toys import CLS, FIRST, SEP, answers, learn, tiny, vocabulary, without_gradient
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
+from tests.helpers.finetune_toys import CLS, FIRST, SEP, answers, learn, tiny, vocabulary, without_gradient
 from trainer.errors import TrainerError
 from trainer.finetune.characters import whole_characters
 from trainer.finetune.question_answering import AnswerTask, best_span, most_context, windows
@@ -206,7 +206,7 @@ def test_every_span_is_the_same_of_a_composed_and_a_decomposed_text(context: str
 
 def test_the_trainer_that_ours_is_compared_with_gets_the_answers_tokens(letters: Tokenizer) -> None:
     """Our targets count a window's places, transformers' class counts tokens."""
-    from finetune_against_transformers import Features
+    from tests.tools.finetune_against_transformers import Features
 
     task = AnswerTask(stride=2)
     units = task.units(asked("a b", "c d e f g h", "e f"), letters, 9, training=True)

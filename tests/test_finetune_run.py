@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from finetune_command import MINUS_KILL, Inputs, finetune, logged, make_inputs, result, run_folder
-from finetune_inputs import TINY, write_classes
-from test_trainer_run import change_record
 
 from kernels import dropout
+from tests.helpers.finetune_command import MINUS_KILL, Inputs, finetune, logged, make_inputs, result, run_folder
+from tests.helpers.finetune_inputs import TINY, write_classes
+from tests.test_trainer_run import change_record
 from trainer.checkpoint import reading as checkpoint
 from trainer.data.order import Order
 from trainer.errors import TrainerError

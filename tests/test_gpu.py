@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import prescribed_on_ranks as prescribed
 import pytest
-import ranks
 import torch
-from corpora import contents
-from test_trainer_checkpoint import losses, train
-from test_trainer_engine import largest_difference, mean_difference, steps
-from test_trainer_optimizer import paper
 
 from kernels.dropout import keep, token_keys
+from tests.helpers import prescribed_on_ranks as prescribed
+from tests.helpers import ranks
+from tests.helpers.corpora import contents
+from tests.test_trainer_checkpoint import losses, train
+from tests.test_trainer_engine import largest_difference, mean_difference, steps
+from tests.test_trainer_optimizer import paper
 from trainer.convert.folder import random_batch
 from trainer.model.bert import Bert, ModelConfig
 
@@ -146,7 +146,7 @@ def test_every_stage_takes_the_papers_steps(
     tmp_path: Path, precision: str, scales: str, stages: str, bound: float, offload: str
 ) -> None:
     """Prescribed gradients, padding of NaN, any loss scale: 20 clipped steps of LAMB through the engine."""
-    script, out = "tests/prescribed_on_ranks.py", tmp_path / "out.pt"
+    script, out = "tests/helpers/prescribed_on_ranks.py", tmp_path / "out.pt"
     stages = stages.removeprefix("0,") if offload else stages
     options = ("device=cuda", f"precision={precision}", f"scales={scales}", f"offload={offload}")
     ended = ranks.finish(ranks.start(gpus(), script, str(out), stages, *options))

@@ -14,18 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import helm
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
-from helm import EXAMPLES, Json, job_spec, one, pod, rendered
 from kubeflow_trainer_api import models  # type: ignore[import-untyped]
-from programs import program
-from ranks import ROOT
 
 from data_prep.__main__ import _parser
 from deploy.launch import LaunchParser, split
 from deploy.node import NODE_OPTIONS
+from tests.helpers import helm
+from tests.helpers.helm import EXAMPLES, Json, job_spec, one, pod, rendered
+from tests.helpers.programs import program
+from tests.helpers.ranks import ROOT
 from trainer.exits import REFUSED, STOPPED
 from trainer.run.config import Config, load
 
@@ -58,13 +58,15 @@ def environment(documents: list[Json]) -> Json:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_are_what_the_chart_makes(name: str) -> None:
     committed = helm.documents((helm.FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert rendered(name) == committed, "the chart has changed: `python tests/helm.py` writes the examples again"
+    assert rendered(name) == committed, (
+        "the chart has changed: `python -m tests.tools.render_chart` writes the examples again"
+    )
 
 
 def test_the_chart_has_the_rules_of_the_monitoring() -> None:
     for name in helm.RULES:
         copy = (helm.CHART / "monitoring" / name).read_bytes()
-        assert copy == (helm.MONITORING / name).read_bytes(), "`python tests/helm.py` copies the rules"
+        assert copy == (helm.MONITORING / name).read_bytes(), "`python -m tests.tools.render_chart` copies the rules"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

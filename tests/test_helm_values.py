@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import helm
 import pytest
 import yaml
-from helm import EXAMPLES, Json, job_spec, one, pod, rendered, template
-from test_monitoring_dashboards import known
+
+from tests.helpers import helm
+from tests.helpers.helm import EXAMPLES, Json, job_spec, one, pod, rendered, template
+from tests.test_monitoring_dashboards import known
 
 REFUSALS = [  # an example, what is changed in it, and the beginning of the line
     ("job", "nodes=0", "at '/nodes': minimum: got 0, want 1"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernels_flat import DEVICE
 from torch import Tensor
 
 from kernels import backend
 from kernels.accumulate import BLOCK, Places, accumulate, make_places
+from tests.test_kernels_flat import DEVICE
 
 LENGTHS = [BLOCK + 8, 1, 63, 2 * BLOCK, 2, 5]
 OFFSETS = [0, 4112, 4120, 4192, 12400, 12402]  # with gaps; the last is not a multiple of 8

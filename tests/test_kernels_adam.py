@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_errors import assert_errs_at_most_twice
-from test_kernels_flat import DEVICE, NAN, Share, share_out, zero_state
 from torch import Tensor
 
 from kernels import backend
 from kernels.adam import Moments, adam_update, adam_update_reference
 from kernels.flat import Flat, Piece, make_layout
+from tests.helpers.kernel_errors import assert_errs_at_most_twice
+from tests.test_kernels_flat import DEVICE, NAN, Share, share_out, zero_state
 
 RATE = 0.01
 MOMENTS = Moments(0.9, 0.999, 1e-6, True)

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_errors import assert_errs_at_most_twice
-from test_kernels_attention import cumulative, draw, keys_of
 from torch import Tensor
 
 from kernels import backend, dropout
 from kernels.attention import attention
+from tests.helpers.kernel_errors import assert_errs_at_most_twice
+from tests.test_kernels_attention import cumulative, draw, keys_of
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import ROOT
 
 from kernels import backend
+from tests.helpers.ranks import ROOT
 
 
 def test_cpus_run_pytorch_and_gpus_triton() -> None:

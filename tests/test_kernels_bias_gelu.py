@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_errors import assert_errs_at_most_twice, last_place, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend
 from kernels.bias_gelu import bias_gelu
+from tests.helpers.kernel_errors import assert_errs_at_most_twice, last_place, poisoned_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: on CPUs they are interpreted
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_kernels_attention import cumulative, keys_of
 from torch import Tensor
 
 from kernels import attention_block, attention_tiled, backend
@@ -16,6 +15,7 @@ from kernels.bias_gelu import bias_gelu
 from kernels.cross_entropy import cross_entropy
 from kernels.embedding import embed, table_gradients
 from kernels.layer_norm import layer_norm
+from tests.test_kernels_attention import cumulative, keys_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from ranks import ROOT
+
+from tests.helpers.ranks import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "compile_kernels.py"], env=environment, capture_output=True, text=True
+        [sys.executable, ROOT / "tests/tools/compile_kernels.py"], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     launches = Counter(line.split()[0] for line in done.stdout.splitlines())

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend
 from kernels.cross_entropy import IGNORED, ROW, _backward, _cross_entropy_sum_kernel, _forward, cross_entropy
+from tests.helpers.kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend, dropout
 from kernels.embedding import embed, embed_sum, table_gradients
 from kernels.layer_norm import layer_norm
+from tests.helpers.kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: on CPUs they are interpreted
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

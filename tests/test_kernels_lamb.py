@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels_flat import DEVICE, NAN, UNIT, Share, share_out, zero_state
 from torch import Tensor
 
 from kernels import backend
 from kernels.adam import Moments
 from kernels.flat import Flat, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
+from tests.test_kernels_flat import DEVICE, NAN, UNIT, Share, share_out, zero_state
 from trainer.engine.optimizer import OptimizerConfig, make_optimizer
 from trainer.engine.partition import Buffer, Partition, Slice
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from torch import Tensor
 
 from kernels import backend, dropout
 from kernels import layer_norm as module
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from kernels.partials import add_partials
+from tests.helpers.kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the Triton kernels: on CPUs they are interpreted
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

@@ -14,7 +14,8 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import pytest
-from layout_rules import (
+
+from tests.helpers.layout_rules import (
     LONGEST_FILE,
     LONGEST_FUNCTION,
     LONGEST_KERNEL,
@@ -34,13 +35,14 @@ from layout_rules import (
     nothing_is_pickled,
     one_file_reads_the_environment,
     rooms_import_from_rooms_before_them,
+    the_top_of_tests_holds_tests,
     the_top_of_the_trainer_is_what_a_user_can_run,
     the_train_loop_reads_as_one_piece,
     the_trainer_prints_in_one_file,
     two_packages_have_one_importer_each,
     under,
 )
-from ranks import ROOT
+from tests.helpers.ranks import ROOT
 
 # ---- each rule, and its faults -------------------------------------------------------------------------------
 
@@ -67,6 +69,7 @@ FAULTS: tuple[tuple[Rule, str, str, str], ...] = (  # the rule, a file, its text
     (rooms_import_from_rooms_before_them, "trainer/attic/new.py", "", "attic is not in ROOMS"),
     (modules_import_one_another_without_a_circle, "trainer/errors.py", "from trainer import console", "in a circle"),
     (the_top_of_the_trainer_is_what_a_user_can_run, "trainer/new.py", "", "not a command"),
+    (the_top_of_tests_holds_tests, "tests/new.py", "", "no test"),
     (file_names_are_clear, "trainer/data/queue.py", "", "hides"),
     (file_names_are_clear, "kernels/utils.py", "", "vague"),
     (files_and_functions_are_short, "deploy/new.py", "\n" * (LONGEST_FILE + 1), "over 400 lines"),

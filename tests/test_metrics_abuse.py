@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import ranks
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
-from ranks import free_port
-from runs import lines, wait_for, write_config
 
 from data_prep import endpoint
 from data_prep.endpoint import CONNECTIONS, REQUEST_BYTES, Endpoint
 from data_prep.metrics import BuildMetrics, serve
+from tests.helpers import ranks
+from tests.helpers.ranks import free_port
+from tests.helpers.runs import lines, wait_for, write_config
 from trainer.exits import STOPPED
 
 pytestmark = pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_run_outlives_every_client_and_is_scraped_again(tiny_shards: Path, tmp
     port = free_port()
     own = {"metrics": {"port": port, "address": "127.0.0.1", "log_every_steps": 1, "linger_seconds": 0}}
     config = write_config(tmp_path, tiny_shards, 100_000, checkpoint={"every_steps": 20, "keep": 2}, **own)
-    arguments = ("tests/limited_rank.py", str(DESCRIPTORS), "trainer/__main__.py", "--config", str(config))
+    arguments = ("tests/helpers/limited_rank.py", str(DESCRIPTORS), "trainer/__main__.py", "--config", str(config))
     [rank] = ranks.fork(1, *arguments)
     try:
         wait_for(steps, rank)

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import ROOT
+
+from tests.helpers.ranks import ROOT
 
 pytestmark = pytest.mark.slow
 

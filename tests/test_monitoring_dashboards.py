@@ -15,11 +15,11 @@ import pytest
 import yaml
 from prometheus_client import Counter, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families as families
-from ranks import ROOT
 
 from data_prep.metrics import BuildMetrics, write_textfile
 from deploy.monitoring.dashboards import DASHBOARDS, DCGM_COUNTERS, FOLDER, SOURCE, queries, substitute, text
 from deploy.monitoring.gpus import DCGM, DCGM_LABELS, counters
+from tests.helpers.ranks import ROOT
 from trainer.monitor.exporter import NODE_SERIES, RUN_SERIES
 
 # Ids of units as Grafana 11's @grafana/data has them, of those that make sense here; count: takes any noun.

@@ -18,15 +18,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import ranks
-from live_monitoring import MONITORING, Alert, scaled, wait_until
-from programs import program
 from prometheus_client.parser import text_string_to_metric_families
-from watched_run import DATASET, FIRST, PORTS, RUN, SICK, Site, prepare, said, slowed, step_of, watched, write_gpus
 
 from deploy.monitoring import pictures
 from deploy.monitoring.dashboards import ANNOTATIONS, DASHBOARDS, queries, substitute
 from deploy.monitoring.dashboards import page as dashboard
+from tests.helpers import ranks
+from tests.helpers.live_monitoring import MONITORING, Alert, scaled, wait_until
+from tests.helpers.programs import program
+from tests.helpers.watched_run import (
+    DATASET,
+    FIRST,
+    PORTS,
+    RUN,
+    SICK,
+    Site,
+    prepare,
+    said,
+    slowed,
+    step_of,
+    watched,
+    write_gpus,
+)
 from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,10 @@ from typing import Any, get_type_hints
 import promql_parser as promql
 import pytest
 import yaml
-from programs import program
-from ranks import ROOT
-from test_monitoring_dashboards import counts, known, selectors, walk
 
+from tests.helpers.programs import program
+from tests.helpers.ranks import ROOT
+from tests.test_monitoring_dashboards import counts, known, selectors, walk
 from trainer.monitor.metrics import MetricsConfig
 from trainer.run.config import Config
 

@@ -1,6 +1,6 @@
 """Two pods of the chart's Job, started as a cluster would, and the place that each kind gives its pods.
 
-tests/pod_contract.py has the other kinds and faults; none of them needs a cluster.
+tests/tools/pod_contract.py has the other kinds and faults; none of them needs a cluster.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-from pod_contract import EVERY, STEPS, stop
-from pods import INDEX, KINDS, PORT, RUN, SIZE, contract, gang
-from runs import lines
 
 from deploy.node import Node, read_node
+from tests.helpers import ranks
+from tests.helpers.pods import INDEX, KINDS, PORT, RUN, SIZE, contract, gang
+from tests.helpers.runs import lines
+from tests.tools.pod_contract import EVERY, STEPS, stop
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,9 @@ def expected(config: str, folder: Path) -> dict[int, Any]:
     """The losses, step by step, of two ranks without any launcher or network."""
     (folder / "run.yaml").write_text(config)
     options = ["--config", f"{folder}/run.yaml", "--set", f"run.folder={folder / RUN}", "--set", "metrics.port=null"]
-    done = ranks.finish(ranks.fork(SIZE, f"{ranks.ROOT}/tests/trainer_on_ranks.py", str(folder), "[]", *options))
+    done = ranks.finish(
+        ranks.fork(SIZE, f"{ranks.ROOT}/tests/helpers/trainer_on_ranks.py", str(folder), "[]", *options)
+    )
     assert [code for code, _ in done] == [0] * SIZE, done
     return {line["step"]: line["loss"] for line in lines(folder / RUN, "step")}
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import yaml
 from safetensors.torch import load_file
-from trainer_on_ranks import Aim
 
 from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
+from tests.helpers import ranks
+from tests.helpers.trainer_on_ranks import Aim
 from trainer.data.order import Order
 from trainer.monitor.metrics_log import read_lines
 
@@ -63,7 +63,7 @@ class Life:
         path.write_text(yaml.safe_dump(config))
         plan = json.dumps([asdict(aim) for aim in aims])
         options = ("--config", str(path), "--set", f"run.folder={self.run}", "--set", f"engine.zero_stage={stage}")
-        self.ranks = ranks.fork(size, "tests/trainer_on_ranks.py", str(self.notes), plan, *options)
+        self.ranks = ranks.fork(size, "tests/helpers/trainer_on_ranks.py", str(self.notes), plan, *options)
 
     def end(self) -> list[int]:
         """Wait for all ranks to end by themselves; their exit codes."""

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-import ranks
+
+from tests.helpers import ranks
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from corpora import read_samples, write_tokenizer
 from transformers import AutoTokenizer
 
 from data_prep.build import build
@@ -14,6 +13,7 @@ from data_prep.settings import make_settings
 from data_prep.tokenizer import load_tokenizer
 from data_prep.verify import verify
 from data_prep.vocab import learn_tokenizer
+from tests.helpers.corpora import read_samples, write_tokenizer
 from trainer.convert.folder import write_folder
 from trainer.convert.weights import load_bert
 from trainer.encode.__main__ import to_examples

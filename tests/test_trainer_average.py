@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import yaml
-from runs import write_config
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BertForPreTraining
@@ -20,6 +18,8 @@ from transformers import BertForPreTraining
 import trainer.evaluate
 from data_prep.manifest import load_manifest
 from data_prep.tokenizer import load_tokenizer
+from tests.helpers import ranks
+from tests.helpers.runs import write_config
 from trainer import export, weights
 from trainer.checkpoint.average import average, select
 from trainer.checkpoint.reading import Pieces, find, load_weights, model_of, tree_sha256

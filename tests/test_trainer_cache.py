@@ -13,9 +13,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, whole_tars
 
 from data_prep.manifest import MANIFEST, load_manifest
+from tests.helpers.file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, whole_tars
 from trainer.data import remote
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.loader import Loader

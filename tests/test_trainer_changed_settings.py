@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-from finetune_command import finetune, make_inputs, run_folder
-from runs import lines, write_config
 
+from tests.helpers import ranks
+from tests.helpers.finetune_command import finetune, make_inputs, run_folder
+from tests.helpers.runs import lines, write_config
 from trainer.checkpoint.changed_settings import NEXT_RATE, Setup, differing, since, spelled
 from trainer.checkpoint.train_state import TrainState
 from trainer.exits import DONE, STOPPED

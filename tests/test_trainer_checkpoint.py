@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-import ranks
 import torch
-from corpora import contents
-from runs import lines, wait_for, write_config
 
+from tests.helpers import ranks
+from tests.helpers.corpora import contents
+from tests.helpers.runs import lines, wait_for, write_config
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint import saving
 from trainer.checkpoint.reading import CheckpointConfig, tree_sha256
@@ -37,7 +37,9 @@ FULL = "File too large"  # what a file meets at its size limit, as it would a fu
 
 def train(root: Path, size: int, stage: int, steps: int, *options: str) -> list[tuple[int, str]]:
     start = ranks.start if "device=cuda" in options else ranks.fork  # CUDA does not survive a fork
-    return ranks.finish(start(size, "tests/checkpoint_on_ranks.py", str(root), str(stage), str(steps), *options))
+    return ranks.finish(
+        start(size, "tests/helpers/checkpoint_on_ranks.py", str(root), str(stage), str(steps), *options)
+    )
 
 
 def losses(root: Path, first: int) -> list[float]:
@@ -313,7 +315,7 @@ def test_a_disk_slower_than_a_collective_may_be_holds_up_no_rank(tmp_path: Path)
 
 def test_at_any_moment_the_last_whole_checkpoint_is_there(tmp_path: Path) -> None:
     """The ranks are paused in the middle of their work, so the disk holds what a kill would leave."""
-    processes = ranks.fork(2, "tests/saving_on_ranks.py", str(tmp_path))
+    processes = ranks.fork(2, "tests/helpers/saving_on_ranks.py", str(tmp_path))
     try:
         wait_for(lambda: checkpoint.newest(tmp_path)[0], *processes)
         seen = [0]

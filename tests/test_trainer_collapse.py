@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import lines, write_config
-from test_trainer_run import train
 
+from tests.helpers.runs import lines, write_config
+from tests.test_trainer_run import train
 from trainer.monitor.plateau import BLOCK, PATIENCE
 
 pytestmark = pytest.mark.slow

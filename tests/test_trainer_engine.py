@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from engine_on_ranks import MODEL
 
+from tests.helpers import ranks
+from tests.helpers.engine_on_ranks import MODEL
 from trainer.engine.engine import EngineConfig, deepspeed_config, resolve_precision
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert
@@ -33,7 +33,7 @@ def run(folder: Path, size: int, stage: int, micro_batches: int, count: int = 4,
     start = ranks.start if options.get("device") == "cuda" else ranks.fork  # CUDA does not survive a fork
     arguments = [str(folder / "out.pt"), str(stage), str(micro_batches), str(count)]
     given = [f"{key}={value}" for key, value in options.items()]
-    ended = ranks.finish(start(size, "tests/engine_on_ranks.py", *arguments, *given))
+    ended = ranks.finish(start(size, "tests/helpers/engine_on_ranks.py", *arguments, *given))
     assert {code for code, _ in ended} == {0}, "\n".join(output for _, output in ended)
     return [output for _, output in ended]
 
@@ -156,7 +156,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, stage: in
 def test_gradients_that_are_not_finite_end_the_run_on_all_ranks(tmp_path: Path, stage: int, precision: str) -> None:
     """DeepSpeed would skip the step, and every one after it."""
     arguments = (str(tmp_path / "out.pt"), str(stage), "2", "4", f"precision={precision}", "poison=0:1")
-    for code, output in ranks.finish(ranks.fork(2, "tests/engine_on_ranks.py", *arguments)):
+    for code, output in ranks.finish(ranks.fork(2, "tests/helpers/engine_on_ranks.py", *arguments)):
         assert code == 1 and "the gradients are not finite: training diverged; lower the learning rate" in output
 
 

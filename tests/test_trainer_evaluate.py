@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from runs import lines, write_config
 from torch import Tensor
 
 import trainer.evaluate
 from data_prep.manifest import load_manifest
+from tests.helpers import ranks
+from tests.helpers.runs import lines, write_config
 from trainer.checkpoint.reading import Checkpoint
 from trainer.data.cache import CacheConfig
 from trainer.data.loader import Loader

@@ -18,10 +18,10 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, BertForPreTraining
 from transformers.activations import ACT2FN
-from unnoticed import unnoticed
 
 from data_prep.tokenizer import load_tokenizer
 from kernels.bias_gelu import bias_gelu
+from tests.helpers.unnoticed import unnoticed
 from trainer.convert import folder as hf_folder
 from trainer.convert.hugging_face import class_name, from_hugging_face, missing_heads, to_hugging_face
 from trainer.convert.weights import load_bert

@@ -9,10 +9,10 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-import ranks
-from runs import lines, write_config
-from trainer_on_ranks import Aim
 
+from tests.helpers import ranks
+from tests.helpers.runs import lines, write_config
+from tests.helpers.trainer_on_ranks import Aim
 from trainer.engine.schedule import learning_rate
 from trainer.monitor.metrics_log import read_lines
 from trainer.run.config import load
@@ -42,7 +42,7 @@ def train(folder: Path, shards: Path, *aims: Aim, sets: tuple[str, ...] = ()) ->
     options = [word for one in sets for word in ("--set", one)]
     plan = json.dumps([asdict(aim) for aim in aims])
     forked = ranks.fork(
-        2, "tests/fp16_on_ranks.py", json.dumps(SKIPPED), str(folder), plan, "--config", str(config), *options
+        2, "tests/helpers/fp16_on_ranks.py", json.dumps(SKIPPED), str(folder), plan, "--config", str(config), *options
     )
     ended = ranks.finish(forked)
     print(*(said for _, said in ended))

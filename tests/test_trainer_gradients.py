@@ -7,14 +7,14 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import gradients_on_ranks as toys
 import numpy as np
 import pytest
-import ranks
 import torch
-from test_trainer_optimizer import RATE, paper
 from torch import Tensor
 
+from tests.helpers import gradients_on_ranks as toys
+from tests.helpers import ranks
+from tests.test_trainer_optimizer import RATE, paper
 from trainer.engine import gradients
 from trainer.engine.gradients import Gradients
 from trainer.engine.partition import Halves
@@ -45,7 +45,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(size: int) -> dict[str, Any]:
         out, plan = folder / f"{size}.pt", json.dumps([(n, who.replace("last", str(size - 1))) for n, who in PLAN])
         ended = ranks.finish(
-            ranks.fork(size, "tests/gradients_on_ranks.py", str(out), plan, *sum(ENGINES[size], [])), timeout=100
+            ranks.fork(size, "tests/helpers/gradients_on_ranks.py", str(out), plan, *sum(ENGINES[size], [])),
+            timeout=100,
         )
         assert {code for code, _ in ended} == {0}, "\n".join(output for _, output in ended)
         loaded: dict[str, Any] = torch.load(out, weights_only=True)

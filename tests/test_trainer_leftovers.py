@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ranks
-from ranks import ROOT
-from runs import lines, write_config
 
+from tests.helpers import ranks
+from tests.helpers.ranks import ROOT
+from tests.helpers.runs import lines, write_config
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.leftovers import drafts, move_aside, remove, stuck, temporary
 from trainer.checkpoint.reading import CheckpointConfig

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
-from raw_samples import CUTS, masks_of, order_of, raw_shards, read_epochs, read_ranks, samples_of, undone
-from runs import lines, wait_for, write_config
 
 from data_prep.build import build
 from data_prep.manifest import file_sha256, load_manifest
 from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Sample
 from kernels.dropout import token_keys
+from tests.helpers import ranks
+from tests.helpers.raw_samples import CUTS, masks_of, order_of, raw_shards, read_epochs, read_ranks, samples_of, undone
+from tests.helpers.runs import lines, wait_for, write_config
 from trainer.data.collate import collate
 from trainer.data.loader import Loader
 from trainer.errors import PassingError, TrainerError

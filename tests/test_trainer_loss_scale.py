@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 import pytest
-import ranks
 
+from tests.helpers import ranks
 from trainer.engine.loss_scale import LossScale, next_scale
 from trainer.errors import TrainerError
 
@@ -55,6 +55,6 @@ def test_the_floor_is_reached_whatever_the_start() -> None:
 def test_ranks_that_meet_the_floor_end_together(tmp_path: Path) -> None:
     """fp16 on CPUs; one rank's gradients overflow at every scale."""
     arguments = (str(tmp_path / "out.pt"), "2", "1", "4", "precision=fp16", "scale=2", "poison=1:0,1:1,1:2")
-    for code, output in ranks.finish(ranks.fork(2, "tests/engine_on_ranks.py", *arguments)):
+    for code, output in ranks.finish(ranks.fork(2, "tests/helpers/engine_on_ranks.py", *arguments)):
         assert code == 1 and "gradients overflow at the loss scale's floor (1): lower the learning rate or" in output
     assert not (tmp_path / "out.pt").exists()

@@ -10,14 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
-from raw_samples import CUTS, Raw, masks_of, order_of, raw_shards, read_epochs, read_ranks, samples_of, undone
-from runs import lines, write_config
 
 from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.vocab import train_tokenizer
+from tests.helpers import ranks
+from tests.helpers.raw_samples import (
+    CUTS,
+    Raw,
+    masks_of,
+    order_of,
+    raw_shards,
+    read_epochs,
+    read_ranks,
+    samples_of,
+    undone,
+)
+from tests.helpers.runs import lines, write_config
 from trainer.data.loader import DynamicMasks, Loader
 from trainer.data.order import Order
 from trainer.errors import TrainerError
@@ -131,7 +141,7 @@ def train(shards: Path, folder: Path, size: int) -> tuple[list[list[tuple[int, i
     folder.mkdir()
     config = write_config(folder, shards, 14, metrics={"port": None, "log_every_steps": 1})
     options = ("--config", str(config), "--set", "phases.0.masks=dynamic", "--set", f"run.folder={folder / 'run'}")
-    ended = ranks.finish(ranks.fork(size, "tests/trainer_on_ranks.py", str(folder), "[]", *options))
+    ended = ranks.finish(ranks.fork(size, "tests/helpers/trainer_on_ranks.py", str(folder), "[]", *options))
     assert [code for code, _ in ended] == [0] * size, ended
     records = [read_lines(path) for path in sorted(folder.glob("samples-*.jsonl"))]
     assert len(records) == size

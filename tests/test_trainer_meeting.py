@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch.distributed as dist
-from runs import wait_for, write_config
 
+from tests.helpers import ranks
+from tests.helpers.runs import wait_for, write_config
 from trainer.errors import TrainerError
 from trainer.ranks.meeting import Account, Meeting, differences, meet, numbers, refusals
 from trainer.ranks.world import nccl_reason

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from prometheus_client import Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from ranks import free_port
 
+from tests.helpers.ranks import free_port
 from trainer.checkpoint.saving import Saved
 from trainer.checkpoint.train_state import TrainState
 from trainer.data.collate import filler

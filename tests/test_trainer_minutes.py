@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ranks
-from runs import lines, wait_for, write_config
 
+from tests.helpers import ranks
+from tests.helpers.runs import lines, wait_for, write_config
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.engine.schedule import BatchStage, Phase, batch_at, learning_rate, resolve
@@ -87,7 +87,7 @@ def start(folder: Path, shards: Path, seconds: float, size: int = 2) -> list[ran
         f"phases.0.heldout={shards}",
     )
     options = [word for each in sets for word in ("--set", each)]
-    return ranks.fork(size, "tests/minutes_on_ranks.py", str(folder), "--config", str(config), *options)
+    return ranks.fork(size, "tests/helpers/minutes_on_ranks.py", str(folder), "--config", str(config), *options)
 
 
 def elapsed(run: Path, step: int) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from runs import write_config
 
 from data_prep.manifest import manifest_hash
+from tests.helpers.runs import write_config
 from trainer.checkpoint.reading import Checkpoint
 from trainer.checkpoint.train_state import TrainState
 from trainer.convert.model_card import write_card

@@ -10,17 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import engine_on_ranks
 import numpy as np
-import prescribed_on_ranks as prescribed
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from test_trainer_engine import largest_difference, steps
 from torch import Tensor, nn
 
 from kernels.dropout import token_keys
+from tests.helpers import engine_on_ranks, ranks
+from tests.helpers import prescribed_on_ranks as prescribed
+from tests.test_trainer_engine import largest_difference, steps
 from trainer.engine.optimizer import LambertOptimizer, OptimizerConfig, decays, make_optimizer
 from trainer.engine.partition import Buffer, Partition, Slice, read_partition
 from trainer.errors import TrainerError
@@ -325,7 +324,7 @@ def test_every_stage_takes_the_papers_steps(
     """Prescribed gradients, padding of NaN: clipped steps through the engine, whatever the loss scale."""
     out = tmp_path / "out.pt"
     options += (f"optimizer={optimizer}", f"steps={count}")
-    ended = ranks.finish(ranks.fork(size, "tests/prescribed_on_ranks.py", str(out), stages, *options))
+    ended = ranks.finish(ranks.fork(size, "tests/helpers/prescribed_on_ranks.py", str(out), stages, *options))
     assert {code for code, _ in ended} == {0}, "\n".join(output for _, output in ended)
     record = torch.load(out, weights_only=True)
     assert list(record) == [int(stage) for stage in stages.split(",")]

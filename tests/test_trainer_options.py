@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import write_config
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ import trainer.evaluate
 from data_prep.manifest import file_sha256, load_manifest, manifest_hash
 from data_prep.tokenizer import load_tokenizer
 from kernels import backend
+from tests.helpers.runs import write_config
 from trainer import export, fill_mask, weights
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.reading import part_name, tree_sha256

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-from runs import write_config
 
+from tests.helpers import ranks
+from tests.helpers.runs import write_config
 from trainer.errors import TrainerError
 from trainer.ranks.hostfile import left_behind, read_environment, read_hosts
 from trainer.ranks.network import falls_to_tcp, ports, spoken

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import boto3
 import pytest
-import ranks
 import torch
-from file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, values
 from moto.server import ThreadedMotoServer
-from runs import lines, write_config
 
 from data_prep.manifest import MANIFEST, load_manifest, manifest_hash
 from data_prep.publish import publish
+from tests.helpers import ranks
+from tests.helpers.file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, values
+from tests.helpers.runs import lines, write_config
 from trainer.data.cache import CacheConfig, open_cache
 from trainer.data.loader import Loader
 from trainer.engine.schedule import Phase

@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
 import yaml
-from runs import lines, write_config
-from test_trainer_checkpoint import PART, flip
 
 import trainer.evaluate
 import trainer.export
@@ -21,6 +18,9 @@ from data_prep.build import build
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from kernels.dropout import token_keys
+from tests.helpers import ranks
+from tests.helpers.runs import lines, write_config
+from tests.test_trainer_checkpoint import PART, flip
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.reading import find, load_model, load_weights, require_finite
 from trainer.checkpoint.train_state import state_of

@@ -11,10 +11,10 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import finish, fork
-from runs import write_config
 
 from data_prep.manifest import load_manifest
+from tests.helpers.ranks import finish, fork
+from tests.helpers.runs import write_config
 from trainer.engine.schedule import BatchStage, Phase, batch_at, batch_of, learning_rate, resolve, samples_in
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig

@@ -13,15 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
-import ranks
-from ranks import ROOT
-from runs import lines, wait_for, write_config
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import zeros
 
 from data_prep.errors import SHORTAGES, DataError
 from data_prep.manifest import load_manifest
+from tests.helpers import ranks
+from tests.helpers.ranks import ROOT
+from tests.helpers.runs import lines, wait_for, write_config
 from trainer.checkpoint import reading as checkpoint
 from trainer.data.loader import Loader
 from trainer.errors import LostError, PassingError, TrainerError, exit_code, explain, shortage
@@ -111,7 +111,15 @@ def test_all_ranks_end_with_one_code_and_a_refusal_comes_first(does: tuple[str, 
 def failing(tmp_path: Path, shards: Path, call: str, number: int, size: int = 1) -> list[tuple[int, str]]:
     """A run whose eighth step cannot be read."""
     config = write_config(tmp_path, shards, 20, checkpoint={"every_steps": 5})
-    arguments = ("tests/failing_rank.py", call, str(number), "8", "trainer/__main__.py", "--config", str(config))
+    arguments = (
+        "tests/helpers/failing_rank.py",
+        call,
+        str(number),
+        "8",
+        "trainer/__main__.py",
+        "--config",
+        str(config),
+    )
     return ranks.finish(ranks.fork(size, *arguments))
 
 

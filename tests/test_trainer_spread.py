@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from raw_samples import order_of
 
 from data_prep.manifest import load_manifest
+from tests.helpers.raw_samples import order_of
 from trainer.data.loader import Loader
 from trainer.data.spread import Spread, spread
 from trainer.engine.schedule import Phase

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
-from file_server import Server
-from runs import lines, wait_for, write_config
 
 from data_prep.manifest import load_manifest
+from tests.helpers import ranks
+from tests.helpers.file_server import Server
+from tests.helpers.runs import lines, wait_for, write_config
 from trainer.data.order import Order
 
 pytestmark = pytest.mark.slow

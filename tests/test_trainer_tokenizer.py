@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ranks
-from file_server import Server
-from finetune_inputs import write_data
-from runs import write_config
 
 import trainer.evaluate
 from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
 from data_prep.tokenizer import load_proven, load_tokenizer
+from tests.helpers import ranks
+from tests.helpers.file_server import Server
+from tests.helpers.finetune_inputs import write_data
+from tests.helpers.runs import write_config
 from trainer import export, fill_mask, weights
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.reading import tree_sha256

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from corpora import write_tokenizer
-from runs import lines, write_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
 from data_prep.tokenizer import load_tokenizer
+from tests.helpers import ranks
+from tests.helpers.corpora import write_tokenizer
+from tests.helpers.runs import lines, write_config
 from trainer import weights
 from trainer.checkpoint import reading as checkpoint
 from trainer.convert import weights as plain_weights
@@ -71,7 +71,7 @@ def filled(path: Path, model: ModelConfig = TINY) -> dict[str, Tensor]:
 
 
 def run_on_two(*arguments: str) -> None:
-    ended = ranks.finish(ranks.fork(2, "tests/checkpoint_on_ranks.py", *arguments))
+    ended = ranks.finish(ranks.fork(2, "tests/helpers/checkpoint_on_ranks.py", *arguments))
     assert all(code == 0 for code, _ in ended), ended
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from raw_samples import order_of
-from test_trainer_model import TINY, keys_of
 from torch import Tensor
 
 from data_prep.manifest import load_manifest
 from kernels import dropout
+from tests.helpers.raw_samples import order_of
+from tests.test_trainer_model import TINY, keys_of
 from trainer.checkpoint.train_state import TrainState
 from trainer.convert.folder import random_batch
 from trainer.data.loader import Loader, StepBatch

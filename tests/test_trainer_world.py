@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import ROOT, environment, finish, free_port, start
 
+from tests.helpers.ranks import ROOT, environment, finish, free_port, start
 from trainer.errors import TrainerError
 from trainer.ranks.world import gpu_of, place_for_deepspeed, read_world
 
@@ -205,7 +205,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_reported_by_the_first() -> 
 def test_a_node_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a node would keep its part of every checkpoint to itself."""
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    monkeypatch.setattr("ranks.environment", lambda *place: environment(*place) | alone)
+    monkeypatch.setattr("tests.helpers.ranks.environment", lambda *place: environment(*place) | alone)
     for name in ("0", "1"):
         (tmp_path / name).mkdir()
     code = (

@@ -1,0 +1,54 @@
+"""Writes a small run's configuration, and reads its JSON lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_prep.manifest import load_manifest
+from tests.helpers.ranks import Forked
+from trainer.monitor.metrics_log import read_lines
+
+
+def write_config(folder: Path, shards: Path, steps: int, **sections: dict[str, Any]) -> Path:
+    """Write ``folder``/run.yaml: one phase of ``steps`` steps of 30 samples; the run is in ``folder``/run."""
+    config: dict[str, Any] = {
+        "run": {"name": "test", "folder": str(folder / "run"), "seed": 5},
+        "model": {
+            **{"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 32},
+            "vocab_size": load_manifest(shards).tokenizer.vocab_size,
+        },
+        "phases": [
+            {
+                **{"name": "only", "train": str(shards), "sequence_length": 32, "steps": steps},
+                **{"global_batch": 30, "micro_batch": 8, "learning_rate": 0.01},
+            }
+        ],
+        "checkpoint": {"every_steps": 10},
+        "metrics": {"port": None, "log_every_steps": 2},
+    }
+    for name, section in sections.items():
+        config[name] = config.get(name, {}) | section
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def lines(folder: Path, event: str) -> list[dict[str, Any]]:
+    """The run's lines of one kind so far."""
+    path = folder / "metrics.jsonl"
+    return [record for record in (read_lines(path) if path.exists() else []) if record["event"] == event]
+
+
+def wait_for(done: Callable[[], object], *processes: Forked, timeout: float = 120) -> None:
+    """Wait until ``done()``; fails with the output of the first process that ends before that."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        for process in processes:
+            assert process.returncode is None, process.communicate(timeout=timeout)[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

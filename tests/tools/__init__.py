@@ -1,0 +1,1 @@
+"""Scripts that a person runs: they draw the pictures and fill the tables of the docs."""
