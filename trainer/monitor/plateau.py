@@ -91,9 +91,9 @@ class Plateau:
         if not changes:
             return None
         self.on = not self.on
-        figures = {key: median(step[key] for step in steps) for key in ("mlm_loss", "unigram_loss", "token_variance")}
+        medians = {key: median(step[key] for step in steps) for key in ("mlm_loss", "unigram_loss", "token_variance")}
         at = {"time": record["time"], "step": record["step"]}
-        return {"event": "plateau", **at, "on": self.on, "sign": lasting[0] if self.on else "", **figures}
+        return {"event": "plateau", **at, "on": self.on, "sign": lasting[0] if self.on else "", **medians}
 
 
 def announce(event: Record, model: ModelConfig, clipping: float, tell: Tell) -> None:
