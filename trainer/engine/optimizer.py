@@ -24,6 +24,7 @@ from kernels.adam import Moments, adam_update
 from kernels.flat import Flat, Layout, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
 from trainer.bounds import outside
+from trainer.engine.clipping import clipping_factor
 from trainer.engine.partition import Buffer, Partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # PyTorch's own names of the two moving averages
@@ -145,7 +146,7 @@ class LambertOptimizer(torch.optim.Optimizer):
         factor = torch.full_like(squares, self._unscale)
         if self.config.gradient_clipping > 0:  # the moments need clipped gradients, which costs a second all-reduce
             whole = self.complete(squares.clone()) if whole is None else whole
-            factor *= (self.config.gradient_clipping / whole.sqrt()).clamp(max=1.0)
+            factor *= clipping_factor(whole, self.config.gradient_clipping)
         self.gradient_norm = self._update(gradients, factor, squares, whole).sqrt()
 
     @property

@@ -23,7 +23,7 @@ from trainer.errors import TrainerError, exit_code, explain, one_line
 from trainer.exits import DONE, STOPPED
 from trainer.finetune.data import EvaluationFile, UnitTable, read_evaluation_file, read_training
 from trainer.finetune.formats import split_name
-from trainer.finetune.labels import only_class
+from trainer.finetune.label_counts import only_class
 from trainer.finetune.options import Options, parse
 from trainer.finetune.predict import default_name
 from trainer.finetune.pretrained import needed_weights, read_pretrained

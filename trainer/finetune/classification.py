@@ -22,7 +22,7 @@ from kernels.cross_entropy import cross_entropy
 from trainer.console import Tell
 from trainer.errors import TrainerError
 from trainer.finetune.formats import Row, read_rows
-from trainer.finetune.labels import NONE, LabelCounts, count, says_nothing
+from trainer.finetune.label_counts import NONE, LabelCounts, count, says_nothing
 from trainer.finetune.task import TaskBatch, Unit, fit, pack, with_targets
 from trainer.finetune.task_metrics import TASK_METRICS
 

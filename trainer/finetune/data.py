@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from trainer.data.order import Order, deal
 from trainer.errors import TrainerError
-from trainer.finetune.labels import LabelCounts
+from trainer.finetune.label_counts import LabelCounts
 from trainer.finetune.task import Batched, Task, TaskBatch, TaskCounts, Unit
 
 Integers = NDArray[np.int64]

@@ -24,7 +24,7 @@ from kernels.cross_entropy import cross_entropy
 from trainer.errors import TrainerError
 from trainer.finetune.classification import cut
 from trainer.finetune.formats import Row, read_rows
-from trainer.finetune.labels import LabelCounts, count, says_nothing
+from trainer.finetune.label_counts import LabelCounts, count, says_nothing
 from trainer.finetune.task import TaskBatch, Unit, pack, with_targets
 
 Answers = Sequence[NDArray[np.float32]]

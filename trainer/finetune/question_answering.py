@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainer.errors import TrainerError
 from trainer.finetune.characters import Integers, whole_characters
-from trainer.finetune.labels import LabelCounts, count
+from trainer.finetune.label_counts import LabelCounts, count
 from trainer.finetune.questions import Question, read_questions
 from trainer.finetune.squad import best_thresholds, squad_metrics
 from trainer.finetune.task import TaskBatch, Unit, pack

@@ -18,7 +18,7 @@ from trainer.convert.weights import read
 from trainer.errors import TrainerError
 from trainer.finetune.data import EvaluationFile
 from trainer.finetune.evaluation import Answers, answer, judge
-from trainer.finetune.labels import LabelCounts
+from trainer.finetune.label_counts import LabelCounts
 from trainer.finetune.model_card import card
 from trainer.finetune.options import Setting
 from trainer.finetune.predict import default_name, write_predictions

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import replacing
-from trainer.finetune.labels import LabelCounts
+from trainer.finetune.label_counts import LabelCounts
 from trainer.finetune.result import SettingSummary
 
 CLASSES_SHOWN = 30  # classes on a line

@@ -26,7 +26,7 @@ from trainer.console import Tell, say, silent
 from trainer.errors import TrainerError
 from trainer.finetune.entities import entities, entity_metrics
 from trainer.finetune.formats import JSON_LINES
-from trainer.finetune.labels import LabelCounts, count, says_nothing
+from trainer.finetune.label_counts import LabelCounts, count, says_nothing
 from trainer.finetune.lines import json_objects, read_lines
 from trainer.finetune.task import TaskBatch, Unit, pack
 

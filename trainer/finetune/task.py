@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kernels import dropout
-from trainer.finetune.labels import LabelCounts
+from trainer.finetune.label_counts import LabelCounts
 from trainer.model.batch import Rows
 from trainer.model.bert import SITES, Encoder, ModelConfig, parameter, pool
 

@@ -34,8 +34,9 @@ from trainer.model.bert import ModelConfig, Output
 from trainer.model.flops import model_flops, peak_flops
 from trainer.model.variance import variance_share
 from trainer.monitor.exporter import Exporter
-from trainer.monitor.metrics_log import LOSS_TASKS, METRICS_LOG, STEP_PARTS, TIME_STATES, MetricsLog, Record, past
+from trainer.monitor.metrics_log import METRICS_LOG, STEP_PARTS, TIME_STATES, MetricsLog, Record, past
 from trainer.monitor.plateau import Baseline, Plateau, announce
+from trainer.monitor.progress_line import progress_line
 from trainer.monitor.tensorboard import EventFiles
 from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, World
 
@@ -311,21 +312,7 @@ class Metrics:
         if now - self._printed < self.config.print_seconds and last.state.step != self.subject.target_steps:
             return
         self._printed = now
-        seconds = _mean(records, "seconds")
-        samples, more = self.subject.remaining(last.state)
-        left = samples * seconds / _mean(records, "batch") + more
-        records = [record for record in records if record["applied"]] or records  # a skipped step's loss may be NaN
-        tasks = [
-            f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "
-            for task in LOSS_TASKS
-            if any(f"{task}_loss" in record for record in records)
-        ]
-        self._say(
-            last.state.step,
-            f"loss {_mean(records, 'loss'):.3f}  {''.join(tasks)}lr {last.rate:.2e}  "
-            f"grad {records[-1]['gradient_norm']:.2f}  {_mean(records, 'tokens') / seconds:,.0f} tokens/s  "
-            f"left {int(left) // 60}:{int(left) % 60:02d}",
-        )
+        self._say(last.state.step, progress_line(records, last.rate, *self.subject.remaining(last.state)))
 
     def _say(self, step: int, text: str) -> None:
         target = self.subject.target_steps
@@ -379,12 +366,6 @@ def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:
     rows = iter(torch.stack(known).tolist() if known else [])
     names = ("trust_min", "trust_mean", "trust_max")
     return [{} if trust is None else dict(zip(names, next(rows), strict=True)) for trust in trusts]
-
-
-def _mean(records: list[Record], name: str) -> float:
-    """The mean over the records that have this value; there must be at least one."""
-    values = [float(record[name]) for record in records if name in record]
-    return sum(values) / len(values)
 
 
 def _require_finite(records: list[Record]) -> None:

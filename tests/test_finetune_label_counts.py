@@ -17,7 +17,7 @@ from trainer.errors import TrainerError
 from trainer.exits import DONE, REFUSED
 from trainer.finetune.__main__ import make_job
 from trainer.finetune.classification import Columns
-from trainer.finetune.labels import NONE, says_nothing
+from trainer.finetune.label_counts import NONE, says_nothing
 from trainer.finetune.options import parse
 from trainer.finetune.question_answering import AnswerTask
 from trainer.finetune.task import Task
