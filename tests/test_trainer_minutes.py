@@ -105,6 +105,7 @@ def test_a_run_ends_after_its_minutes_with_a_checkpoint_and_an_evaluation(tiny_s
     last = taken[-1]["step"]
     assert json.loads((run / "ended.json").read_text()) == {"how": "done", "step": last}
     assert [line["step"] for line in lines(run, "heldout")] == [last] == [lines(run, "checkpoint")[-1]["step"]]
+    assert all(line["learning_rate"] > 0 for line in taken[1:4])  # before the first logged step
     trained = sum(line["seconds"] for line in taken)
     assert trained == pytest.approx(elapsed(run, last) / 1000, abs=0.1) and trained >= 3
     assert elapsed(run, last) - 3000 < 1000 * sum(line["seconds"] for line in taken[-6:])  # it ends when it is over

@@ -153,7 +153,8 @@ class Phase:
             and self.warmup_steps == self.warmup_minutes == 0
             and (self.start_learning_rate, self.warmup_power) != (0.0, 1.0)
         ):
-            found.append("start_learning_rate, warmup_power need a warm-up, but warmup_steps is 0: remove them")
+            key = "warmup_steps" if self.minutes is None else "warmup_minutes"
+            found.append(f"start_learning_rate, warmup_power need a warm-up, but {key} is 0: set it, or remove them")
         return found
 
     def _decay_problems(self) -> list[str]:

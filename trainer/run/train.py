@@ -163,11 +163,12 @@ class Run:
     def clocked(self, state: TrainState, phase: Phase) -> TrainState:
         """Count the training time of a phase that ends by time: at logged steps and before a save, by rank 0's clock.
 
-        The time of evaluations and saves is not training time.
+        The phase's first steps all count, or the rate would stay at the start of its warm-up until the first logged
+        step. The time of evaluations and saves is not training time.
         """
-        trained = self.metrics.trained
-        logged = state.attempts % self.config.metrics.log_every_steps == 0
-        if phase.minutes is not None and not (logged or state.step % self.config.checkpoint.every_steps == 0):
+        trained, every = self.metrics.trained, self.config.metrics.log_every_steps
+        counts = state.phase_step <= every or state.attempts % every == 0
+        if phase.minutes is not None and not (counts or state.step % self.config.checkpoint.every_steps == 0):
             return state
         if phase.minutes is not None:
             [spent] = self.stop.sum(round(1000 * (trained - self.counted)) if self.world.is_main else 0)
