@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from tests.helpers import ranks
 from tests.helpers.runs import write_config
+from trainer.checkpoint.reading import tree_sha256
 from trainer.errors import TrainerError
 from trainer.ranks.hostfile import left_behind, read_environment, read_hosts
 from trainer.ranks.network import falls_to_tcp, ports, spoken
@@ -156,6 +159,14 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     assert [code for code, _ in ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(path)))] == [0]
     code, said = trial(path)
     assert code == 0 and f"the run will continue from {tmp_path / 'run' / 'step-00000002'}" in said
+    newer = Path(shutil.copytree(tmp_path / "run" / "step-00000002", tmp_path / "run" / "step-00000003"))
+    tree = json.loads((newer / "checkpoint.json").read_text())
+    del tree["sha256"]
+    tree["record"]["state"]["position"] = -5
+    (newer / "checkpoint.json").write_text(json.dumps({**tree, "sha256": tree_sha256(tree)}))
+    code, said = trial(path)
+    assert code == 0 and f"the run will continue from {tmp_path / 'run' / 'step-00000002'}" in said
+    shutil.rmtree(newer)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for changes, message in (
             (["run.seed=6"], "belongs to another run (seed was 5, now 6)"),

@@ -26,7 +26,7 @@ from data_prep.streams import write_whole_lines
 from trainer.checkpoint.changed_settings import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint, newest
 from trainer.checkpoint.saving import stuck_saves
-from trainer.checkpoint.train_state import TrainState
+from trainer.checkpoint.train_state import state_of
 from trainer.console import say, warn
 from trainer.convert.weights import fitting
 from trainer.engine.schedule import samples_in
@@ -141,7 +141,7 @@ def _foresee(plan: Plan) -> None:
     require_own_folder(folder)
     for reason in stuck_saves(folder).values():
         warn(f"no save will be able to remove {reason}")
-    found, passed = newest(folder) if folder.is_dir() else (None, [])
+    found, passed = _newest(folder)
     require_allowed(config, found, passed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Bert(config.model).named_parameters()}
@@ -156,12 +156,27 @@ def _foresee(plan: Plan) -> None:
         raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB but {free >> 20:,} are free: make room")
 
 
+def _newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that the run will resume from, or None, and why each newer one was skipped; see `choose`."""
+    damaged: dict[str, str] = {}
+    while True:
+        found, passed = newest(folder, damaged) if folder.is_dir() else (None, [])
+        if found is None:
+            return None, passed
+        try:
+            state_of(found)
+        except TrainerError as error:
+            damaged[found.folder.name] = str(error)
+        else:
+            return found, passed
+
+
 def _say_changes(plan: Plan, found: Checkpoint) -> None:
     """Report which settings changed; not the ranks and precision, since this command may run alone on another node."""
     saved, stated = Setup.of(found), plan.config.engine.precision
     precision = saved.precision if stated == "auto" else stated
     ours = Setup(to_tree(plan.config), identity(plan), precision, saved.ranks)
-    if changed := since(saved, ours, TrainState(**found.record["state"])):
+    if changed := since(saved, ours, state_of(found)):
         say(f"changed since that checkpoint: {spelled(changed)}")
 
 
