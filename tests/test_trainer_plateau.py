@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ import torch
 from trainer.checkpoint.train_state import TrainState
 from trainer.model.bert import ModelConfig
 from trainer.model.variance import token_moments, variance_share
-from trainer.monitor.plateau import BLOCK, LEARNING, PATIENCE, Baseline, Plateau, announcement, unigram_loss
+from trainer.monitor.metrics_log import METRICS_LOG, MetricsLog, newest_steps
+from trainer.monitor.plateau import (
+    BLOCK,
+    LEARNING,
+    PATIENCE,
+    PLATEAU_STEPS,
+    Baseline,
+    Plateau,
+    announcement,
+    unigram_loss,
+)
 
 DROPOUT, UNIGRAM, CHANCE = 0.1, 7.1, math.log(2)
 COLLAPSE, GUESSES = (BLOCK * PATIENCE[sign] for sign in ("collapsed", "unigram"))
@@ -115,6 +126,24 @@ def test_steps_of_the_warm_up_and_skipped_ones_are_not_judged() -> None:
 def test_a_resumed_run_that_is_still_there_says_nothing_and_one_that_is_not_says_so() -> None:
     assert follow(ADAM_COLLAPSED, 3000, warmup=140, on=True) == []
     assert follow(LAMB_HEALTHY, 300, warmup=25, on=True) == [(25 + BLOCK * LEARNING, False, "")]
+
+
+@pytest.mark.parametrize(("variance", "every", "noticed"), [(0.08, 190, COLLAPSE), (0.8, 900, GUESSES)])
+def test_a_run_that_resumes_often_is_noticed_too(variance: float, every: int, noticed: int, tmp_path: Path) -> None:
+    """Each attempt takes up the steps before it from the metrics log, but none that were rolled back."""
+    path, events = tmp_path / METRICS_LOG, list[dict[str, Any]]()
+    judged = {"applied": True, "warming_up": False}
+    records = [record | judged for record in curve({1: (7.1, variance, CHANCE)}, 2000)]
+    for begin in range(0, 2000, every):
+        plateau = Plateau(DROPOUT)
+        plateau.on = bool(events)
+        before = newest_steps(path, PLATEAU_STEPS, begin)
+        assert [record["step"] for record in before] == list(range(max(1, begin - PLATEAU_STEPS + 1), begin + 1))
+        plateau.resume(before)
+        events += plateau.events(records[begin : begin + every])
+        MetricsLog(path).write(records[begin : begin + every])
+        MetricsLog(path).write([{"event": "evaluated", "step": begin}])
+    assert [event["step"] for event in events] == [pytest.approx(noticed, abs=BLOCK * len(range(0, noticed, every)))]
 
 
 def test_one_line_names_the_losses_and_the_remedies_that_are_left() -> None:

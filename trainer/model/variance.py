@@ -1,7 +1,7 @@
 """The share of the hidden states' variance that lies over tokens: near 0 if all tokens have the same vector.
 
 A model that gives every token the same vector can only predict word frequencies. The share is computed from sums, so
-that it does not depend on how a batch is split into micro-batches and ranks.
+it does not depend on how a batch is split into micro-batches and ranks, except for the few tokens of fillers.
 """
 
 from __future__ import annotations

@@ -34,8 +34,16 @@ from trainer.model.bert import ModelConfig, Output
 from trainer.model.flops import model_flops, peak_flops
 from trainer.model.variance import variance_share
 from trainer.monitor.exporter import Exporter
-from trainer.monitor.metrics_log import METRICS_LOG, STEP_PARTS, TIME_STATES, MetricsLog, Record, past
-from trainer.monitor.plateau import Baseline, Plateau, announce
+from trainer.monitor.metrics_log import (
+    METRICS_LOG,
+    STEP_PARTS,
+    TIME_STATES,
+    MetricsLog,
+    Record,
+    newest_steps,
+    past,
+)
+from trainer.monitor.plateau import PLATEAU_STEPS, Baseline, Plateau, announce
 from trainer.monitor.progress_line import progress_line
 from trainer.monitor.tensorboard import EventFiles
 from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, World
@@ -154,6 +162,7 @@ class Metrics:
             self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label already
             self.exporter.publish_progress(state, time.time())
             self._plateau.on &= state.step > 0  # the metrics log may tell of a run that starts again
+            self._plateau.resume(newest_steps(self.subject.folder / METRICS_LOG, PLATEAU_STEPS, state.step))
             self.exporter("plateau").set(self._plateau.on)
             lost = max(0, self._known_steps - state.step)
             begun = {"time": time.time(), "step": state.step, "rolled_back": lost}

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ STEP_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
 LOSS_TASKS = ("mlm", "nsp")
 _STEP = re.compile(rb'"step": (\d{1,15})(?!\d)')
 _LONGEST = 1 << 20  # bytes of a line; ours have a few hundred
-_ATTEMPT, _PLATEAU = b'{"event": "attempt"', b'{"event": "plateau"'
+_ATTEMPT, _STEP_EVENT, _PLATEAU = (f'{{"event": "{event}"'.encode() for event in ("attempt", "step", "plateau"))
 
 
 class MetricsLog:
@@ -61,12 +62,32 @@ def lines(path: Path) -> Iterator[Record]:
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in iter(partial(file.readline, _LONGEST), ""):  # a longer line is not ours and arrives in pieces
-            try:
-                record = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+            if (record := _parsed(line)) is not None:
                 yield record
+
+
+def _parsed(line: str) -> Record | None:
+    """The JSON object on a line, or None if there is none."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _step_of(line: bytes) -> int:
+    found = _STEP.search(line)
+    return int(found[1]) if found else 0
+
+
+def newest_steps(path: Path, count: int, last: int) -> list[Record]:
+    """Up to ``count`` records of the newest steps in a metrics log, none after step ``last``; empty without a log."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        read = iter(partial(file.readline, _LONGEST), b"")
+        kept = deque((line for line in read if line.startswith(_STEP_EVENT) and _step_of(line) <= last), count)
+    return [record for line in kept if (record := _parsed(line.decode(errors="replace"))) is not None]
 
 
 def past(path: Path) -> tuple[int, int, bool]:
@@ -79,8 +100,7 @@ def past(path: Path) -> tuple[int, int, bool]:
         with path.open("rb") as file:
             for line in iter(partial(file.readline, _LONGEST), b""):
                 attempts += line.startswith(_ATTEMPT)
-                found = _STEP.search(line)
-                highest = max(highest, int(found[1]) if found else 0)
+                highest = max(highest, _step_of(line))
                 if line.startswith(_PLATEAU):
                     plateau = b'"on": true' in line
     return highest, attempts, plateau

@@ -24,6 +24,7 @@ LEARNING = 4  # blocks in a row without a sign, after which the run has left the
 MLM_MARGIN = 0.15  # nats around the unigram loss
 NSP_MARGIN = 0.02  # nats below ln 2
 NOISE = 0.05  # variance share above the dropout rate that still counts as collapsed
+PLATEAU_STEPS = BLOCK * max(PATIENCE.values())  # that a change can depend on
 RUNBOOK = "docs/runbooks/LambertPlateau.md"
 
 
@@ -71,6 +72,12 @@ class Plateau:
         self._steps: list[Record] = []
         self._shown = dict.fromkeys(PATIENCE, 0)  # blocks in a row, by sign
         self._learned = 0  # blocks in a row without a sign
+
+    def resume(self, records: list[Record]) -> None:
+        """Take the records of the steps before a resume. ``on`` stays as it is: the metrics log has its last change."""
+        on = self.on
+        self.events([record for record in records if "warming_up" in record])  # older versions wrote no such key
+        self.on = on
 
     def events(self, records: list[Record]) -> list[Record]:
         """Take the records of the next steps. Returns an event for each change of ``on``; see `announce`."""

@@ -11,6 +11,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.tokenizer import Tokenizer, load_proven
+from trainer.bounds import MOST_STEPS
 from trainer.checkpoint.train_state import TrainState
 from trainer.checkpoint.trained_tokenizer import token_counts
 from trainer.data.cache import Cache, open_cache
@@ -141,7 +142,8 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
     except TrainerError as error:
         problems.append(f"{where}.train: {error}")
         return None
-    baseline = Baseline(frequencies, runs.warmup_steps, runs.warmup_minutes)
+    warmup_steps = MOST_STEPS if runs.mlm_weight == 0 else runs.warmup_steps  # its MLM loss is not to be judged
+    baseline = Baseline(frequencies, warmup_steps, runs.warmup_minutes)
     return PhaseData(runs, train, loaders.get("heldout"), order, global_batch, baseline)
 
 
