@@ -107,6 +107,13 @@ def test_damaged_checkpoints_are_skipped_and_named(run: Path) -> None:
         select(run, None, reported.append)
 
 
+def test_a_record_that_no_run_resumes_from_is_skipped_too(run: Path) -> None:
+    reported: list[str] = []
+    edit(run / "step-00000006", lambda tree: tree["record"]["state"].update(position=-5))
+    assert equal(average(select(run, 2, reported.append)), mean_of(run, 4, 5))
+    assert reported == [f"warning: not used: checkpoint {run}/step-00000006 is damaged: position in its record is -5"]
+
+
 def other_seed(run: Path) -> None:
     edit(run / "step-00000005", lambda tree: tree["record"]["identity"].update(seed=6))
 
@@ -119,7 +126,7 @@ def other_shape(run: Path) -> None:
     ("change", "path", "count", "message"),
     [
         (None, ".", 7, "--average 7 needs 7 intact checkpoints, but {run} has 6: use a smaller number, or train with"),
-        (None, "tokenizer", 2, "--average 2 needs 2 intact checkpoints, but {run}/tokenizer has 0: "),
+        (None, "tokenizer", 2, "no intact checkpoint in {run}/tokenizer: name a run's folder"),
         (None, "step-00000006", 2, "{run}/step-00000006 is a single checkpoint, so it has no average: name its run's"),
         (
             None,

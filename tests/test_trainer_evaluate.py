@@ -238,7 +238,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, model: Bert) -> None:
     """Have the command find a checkpoint of this model wherever it looks for one."""
     record = {"config": {"model": asdict(model.model)}, "state": {"step": 1}}
     found = Checkpoint(Path("runs/run"), {}, {}, record)
-    monkeypatch.setattr(trainer.evaluate, "select", lambda path, average, tell: [found])
+    monkeypatch.setattr(trainer.evaluate, "_select", lambda *arguments: [found])
     monkeypatch.setattr(trainer.evaluate, "load_model", lambda found, fillers, weights: model)
 
 
@@ -356,6 +356,10 @@ def test_two_ranks_end_at_the_target_and_are_evaluated_together(
     said, metrics = ended[0][1].split("{")  # one rank's, and both of its streams
     assert said.startswith("trainer.evaluate: weights: step 12 of ") and said.count("\n") == 2
     assert json.loads("{" + metrics) == pytest.approx(alone, rel=1e-6) and not ended[1][1]
+    assert main([*command, "--average", "2"]) == 0
+    mean = json.loads(capsys.readouterr().out)
+    ended = ranks.finish(ranks.fork(2, "trainer/evaluate.py", *command, "--average", "2"))
+    assert json.loads("{" + ended[0][1].split("{")[1]) == pytest.approx(mean, rel=1e-6) and mean != alone
     last = lines(run, "heldout")[-1]
     assert {name: last[name] for name in alone if name in last} == pytest.approx(
         {name: alone[name] for name in alone if name in last}, rel=1e-6

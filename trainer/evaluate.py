@@ -26,16 +26,16 @@ from data_prep.streams import write_whole_lines
 from data_prep.tokenizer import load_proven
 from kernels import backend
 from trainer.checkpoint.average import average, select, steps
-from trainer.checkpoint.reading import load_model, model_of
+from trainer.checkpoint.reading import Checkpoint, load_model, model_of, read
 from trainer.checkpoint.trained_tokenizer import require_vocabulary, token_counts
-from trainer.console import complain, print_result, silent, teller
+from trainer.console import Tell, complain, print_result, silent, teller
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.loader import Loader
 from trainer.data.remote import is_remote
 from trainer.errors import TrainerError, exit_code, one_line
 from trainer.exits import DONE
 from trainer.options import add_average, add_kernels
-from trainer.ranks.world import World, from_launcher, join, leave, speaks_first, together
+from trainer.ranks.world import World, broadcast_text, from_launcher, join, leave, speaks_first, together
 from trainer.run.evaluation import EvaluationConfig, evaluate_context
 
 _STALL = 30.0  # seconds without a byte before an attempt to fetch a remote file is given up
@@ -109,7 +109,7 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
 def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: World) -> dict[str, float]:
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
     tell = teller("trainer.evaluate") if world.is_main else silent
-    checkpoints = select(checkpoint, options.average, tell)
+    checkpoints = _select(checkpoint, options.average, tell, world)
     found = checkpoints[0]
     shape = model_of(found)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
@@ -138,6 +138,15 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     tell(f"weights: {steps(checkpoints)} of {found.folder.parent}")
     tell(f"kernels: {kernels.name} ({kernels.reason})")
     return evaluate_context(model, loader, counts, world.device, options.micro_batch)
+
+
+def _select(path: Path, count: int | None, tell: Tell, world: World) -> list[Checkpoint]:
+    """The checkpoints to average. Rank 0 selects for all ranks: a run that is still training may save another one."""
+    if world.size == 1:
+        return select(path, count, tell)
+    chosen = together(lambda: select(path, count, tell) if world.is_main else [], world)
+    names = broadcast_text("\n".join(str(found.folder) for found in chosen), world).splitlines()
+    return together(lambda: [read(Path(name)) for name in names], world)
 
 
 def _open(place: str, config: CacheConfig, world: World) -> tuple[Path, Cache | None]:

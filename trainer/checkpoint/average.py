@@ -63,6 +63,8 @@ def select(path: Path, count: int | None, tell: Tell) -> list[Checkpoint]:
     if (path / "checkpoint.json").is_file():
         raise TrainerError(f"{path} is a single checkpoint, so it has no average: name its run's folder")
     intact, skipped = _newest(path, count)
+    if not intact:
+        raise TrainerError("; ".join([f"no intact checkpoint in {path}: name a run's folder", *skipped]))
     if len(intact) < count:
         advice = (
             f"--average {count} needs {count} intact checkpoints, but {path} has {len(intact)}: use a smaller number, "
@@ -91,6 +93,7 @@ def _newest(root: Path, count: int) -> tuple[list[Checkpoint], list[str]]:
         try:
             found = read(folder)
             verify(found)
+            state_of(found)  # refuses a record that no run could resume from
             intact.append(found)
         except (TrainerError, OSError) as error:
             if exit_code(error) == FAILED:
