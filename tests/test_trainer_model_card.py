@@ -99,6 +99,16 @@ def test_a_phase_that_ends_by_time_is_told_by_its_minutes(found: Checkpoint, tmp
     assert "| only | 11 |" in text and "| second | 12 |" in text
 
 
+def test_settings_of_a_phase_that_are_not_the_usual_ones_are_named(found: Checkpoint, tmp_path: Path) -> None:
+    write_log(found.folder.parent)
+    assert "- phase" not in card(found, tmp_path / "plain")[1]
+    found.record["config"]["phases"][0] |= {"spread_positions": 128, "nsp_weight": 0.5, "masks": "dynamic"}
+    found.record["config"]["model"] |= {"layer_norm": "before", "decoder_prior": "unigram"}
+    _, text = card(found, tmp_path / "out")
+    assert "- phase only: masks dynamic, spread_positions 128, nsp_weight 0.5\n- optimizer" in text
+    assert "LayerNorm before each sublayer; decoder prior unigram" in text
+
+
 def test_an_average_names_its_steps_and_claims_no_metrics(found: Checkpoint, tmp_path: Path) -> None:
     write_log(found.folder.parent)
     (tmp_path / "out").mkdir()

@@ -21,11 +21,14 @@ from data_prep.json_text import shown
 from trainer.checkpoint.average import steps
 from trainer.checkpoint.reading import Checkpoint, model_of
 from trainer.checkpoint.trained_tokenizer import manifests_of, recorded
+from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
 from trainer.monitor.metrics_log import METRICS_LOG, TIME_STATES, Record, lines
 
 PICTURE = "learning.png"
+# keys of a phase that are on the card if they differ from their defaults
+_PHASE_KEYS = {key: getattr(Phase, key) for key in ("masks", "spread_positions", "mlm_weight", "nsp_weight")}
 _SOURCES = 20  # how many corpus files are listed by name
 _PAIRS = {"nsp": "next-sentence prediction", "sop": "sentence-order prediction"}
 _UNSTATED = "# state it before you publish this model: python -m trainer.export --license, or here"
@@ -51,7 +54,7 @@ class Logged:
                 self.facts = {key: str(value) for key, value in record.items()}
                 self.attempts[-1] = (int(record["ranks"]), {})
             case "heldout" if record["step"] <= step:
-                phase = record.get("phase", bisect_left(ends, record["step"]))  # absent in an old journal
+                phase = record.get("phase", bisect_left(ends, record["step"]))  # absent in an old metrics log
                 self.heldout[min(phase, len(ends) - 1)] = record
         if "spent" in record and self.attempts:
             self.attempts[-1] = (self.attempts[-1][0], record["spent"])
@@ -179,7 +182,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _recipe(record: dict[str, Any]) -> str:
     config, state = record["config"], record["state"]
-    rows = []
+    rows, notes = [], []
     for number, (phase, known) in enumerate(zip(config["phases"], record["identity"]["phases"], strict=False)):
         if number > state["phase"]:
             break
@@ -193,14 +196,17 @@ def _recipe(record: dict[str, Any]) -> str:
         batches = [*(stage["global_batch"] for stage in phase.get("batch_warmup", ())), known["global_batch"]]
         batch = " → ".join(map(str, batches))
         rows.append((phase["name"], phase["sequence_length"], steps, batch, *rate))
+        if special := [f"{k} {phase[k]}" for k, usual in _PHASE_KEYS.items() if phase.get(k, usual) != usual]:
+            notes.append(f"- phase {phase['name']}: {', '.join(special)}\n")
     optimizer = ", ".join(f"{k} {v}" for k, v in config["optimizer"].items() if k != "name" and v is not None)
     model = config["model"]
     return "\n\n".join(
         [
             markdown_table(("phase", "length", "steps", "batch", "peak rate", "warm-up steps", "decay"), rows),
-            f"- optimizer: {config['optimizer']['name']} ({optimizer})\n"
+            f"{''.join(notes)}- optimizer: {config['optimizer']['name']} ({optimizer})\n"
             f"- dropout {model['dropout']:g}, attention dropout {model['attention_dropout']:g}; GELU "
-            f"{'exact' if model['gelu'] == 'none' else 'approximated by tanh'}\n"
+            f"{'exact' if model['gelu'] == 'none' else 'approximated by tanh'}; LayerNorm "
+            f"{model.get('layer_norm', 'after')} each sublayer; decoder prior {model.get('decoder_prior', 'zero')}\n"
             f"- precision {record['precision']}, ZeRO stage {config['engine']['zero_stage']}, seed "
             f"{config['run']['seed']}; {state['skipped']:,} steps skipped, {state['restarts']:,} restarts",
         ]
