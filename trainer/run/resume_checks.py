@@ -83,9 +83,13 @@ def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple
         names = ", ".join(phase["name"] for phase in begun)
         different.append(f"phases {names}, in this order, with the same training shards as before, must come first")
     else:
-        different += [f"masks of phase {a['name']} were {a['masks']}" for a, b in pairs if a["masks"] != b["masks"]]
         different += [
-            f"spread_positions of phase {a['name']} was {a.get('spread_positions')}"
+            f"masks of phase {a['name']} were {a['masks']}, now {b['masks']}"
+            for a, b in pairs
+            if a["masks"] != b["masks"]
+        ]
+        different += [
+            f"spread_positions of phase {a['name']} was {a.get('spread_positions')}, now {b.get('spread_positions')}"
             for a, b in pairs
             if a.get("spread_positions") != b.get("spread_positions")
         ]
