@@ -165,6 +165,7 @@ def test_classes_are_named_at_the_start_and_a_file_of_one_alone_is_a_warning(fol
     assert [line for line in reported if line.startswith("warning")] == [f"warning: {warning}"]
 
 
+@pytest.mark.slow
 def test_a_test_file_without_labels_is_predicted_and_not_scored(folder: Path, tmp_path: Path) -> None:
     out, counts = tmp_path / "out", {"0": 8, "1": 8, "2": 8, NONE: 8}
     for more in ([], [], ["--predict", str(tmp_path / "named.jsonl")]):  # the second writes its own file again

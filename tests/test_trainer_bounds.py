@@ -116,6 +116,7 @@ EXTREMES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=st.dictionaries(st.sampled_from(sorted(KEYS)), EXTREMES, min_size=1, max_size=4))
 def test_extreme_values_are_accepted_and_planned_at_once_or_refused_by_name(

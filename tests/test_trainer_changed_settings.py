@@ -111,6 +111,7 @@ def test_trees_differ_by_leaf() -> None:
     assert differing({"a": None}, {"a": [1]}) == {"a": (None, [1])} and differing((1, 2), [1, 2]) == {}
 
 
+@pytest.mark.slow
 def test_a_lengthened_run_says_how_its_rate_jumps(tiny_shards: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_shards, 8, checkpoint={"every_steps": 4})
 
@@ -134,6 +135,7 @@ def test_a_lengthened_run_says_how_its_rate_jumps(tiny_shards: Path, tmp_path: P
     assert code == DONE and "changed since" not in said and len(lines(run, "changed")) == 1, said
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_says_what_changed(tmp_path: Path) -> None:
     inputs, out = make_inputs(tmp_path), tmp_path / "out"
     [(code, said)] = finetune(inputs, out, "--save-every", "5", aim="15:12")

@@ -127,6 +127,7 @@ def test_new_masks_do_not_depend_on_the_cut(shards_of: Callable[[str], Path], cu
     assert read_epochs(folder, cut, masks_of(folder)) == read_epochs(folder, CUTS[0], masks_of(folder))
 
 
+@pytest.mark.slow
 def test_ranks_count_the_targets_of_a_step_together(shards_of: Callable[[str], Path], tmp_path: Path) -> None:
     """1, 2 and 3 ranks train across an epoch's end on equal samples, masks, counts and, within rounding, losses."""
     runs = [train(shards_of("span"), tmp_path / str(size), size) for size in (1, 2, 3)]

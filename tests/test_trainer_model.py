@@ -98,6 +98,7 @@ def test_imported_weights_give_transformers_logits(model: ModelConfig, gelu: str
             assert float((mine - his).abs().max() / his.abs().max()) < LOGIT_TOLERANCE
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_imported_weights_get_transformers_gradients(model: ModelConfig, kernels: str) -> None:
@@ -119,6 +120,7 @@ def test_imported_weights_get_transformers_gradients(model: ModelConfig, kernels
         torch.testing.assert_close(found, gradient, rtol=1e-3, atol=bound, msg=name)
 
 
+@pytest.mark.slow
 @BOTH
 def test_kernels_and_reference_agree_with_dropout(model: ModelConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -81,6 +81,7 @@ def test_a_remote_data_set_gives_the_batches_of_the_folder(
         assert (data.loader.folder / name).read_bytes() == (own_shards / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_ranks_train_on_remote_shards_as_on_local_ones(
     server: Server, own_shards: Path, cache: Path, tmp_path: Path
 ) -> None:
