@@ -141,7 +141,7 @@ def _foresee(plan: Plan) -> None:
     require_own_folder(folder)
     for reason in stuck_saves(folder).values():
         warn(f"no save will be able to remove {reason}")
-    found, passed = _newest(folder)
+    found, passed = newest(folder, check=state_of) if folder.is_dir() else (None, [])
     require_allowed(config, found, passed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Bert(config.model).named_parameters()}
@@ -154,21 +154,6 @@ def _foresee(plan: Plan) -> None:
     size, free = 12 * sum(s.numel() for s in shapes.values()), shutil.disk_usage(_above(folder)).free
     if free < size:
         raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB but {free >> 20:,} are free: make room")
-
-
-def _newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that the run will resume from, or None, and why each newer one was skipped; see `choose`."""
-    damaged: dict[str, str] = {}
-    while True:
-        found, passed = newest(folder, damaged) if folder.is_dir() else (None, [])
-        if found is None:
-            return None, passed
-        try:
-            state_of(found)
-        except TrainerError as error:
-            damaged[found.folder.name] = str(error)
-        else:
-            return found, passed
 
 
 def _say_changes(plan: Plan, found: Checkpoint) -> None:

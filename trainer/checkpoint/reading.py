@@ -76,11 +76,16 @@ class Checkpoint:
     record: dict[str, Any]  # everything that the run saved other than tensors
 
 
-def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkpoint | None, list[str]]:
+Check = Callable[[Checkpoint], object]  # raises TrainerError for a record that no run can resume from
+
+
+def newest(
+    root: Path, damaged: Mapping[str, str] | None = None, check: Check | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest complete checkpoint under ``root``, or None, and why each newer one was skipped.
 
-    Complete means that every file has its full size. ``damaged`` maps the names of checkpoints that failed
-    :func:`verify` to the reasons.
+    Complete means that every file has its full size, and that ``check`` accepts the record. ``damaged`` maps the names
+    of checkpoints that failed :func:`verify` to the reasons.
     """
     damaged = damaged or {}
     passed: list[str] = []
@@ -94,7 +99,10 @@ def newest(root: Path, damaged: Mapping[str, str] | None = None) -> tuple[Checkp
             passed.append(damaged[folder.name])
             continue
         try:
-            return read(folder), passed
+            found = read(folder)
+            if check is not None:
+                check(found)
+            return found, passed
         except TrainerError as error:
             passed.append(str(error))
     return None, passed
@@ -232,16 +240,13 @@ def verify(checkpoint: Checkpoint, rank: int = 0, ranks: int = 1) -> None:
             )
 
 
-def disprove(folder: Path, world: World, check: Callable[[Checkpoint], object] = lambda found: None) -> str:
+def disprove(folder: Path, world: World) -> str:
     """Why ``folder`` is not an intact checkpoint, judged by this rank's share of the parts; empty if they are intact.
 
-    ``check`` raises TrainerError for a record that this kind of run cannot resume from. Raises OSError if the machine
-    is short of memory or file handles: that is no reason to use another checkpoint.
+    Raises OSError if the machine is short of memory or file handles: that is no reason to use another checkpoint.
     """
     try:
-        found = read(folder)
-        check(found)
-        verify(found, world.rank, world.size)
+        verify(read(folder), world.rank, world.size)
     except (TrainerError, OSError) as error:
         if exit_code(error) == FAILED:
             raise

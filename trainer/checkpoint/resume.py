@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.reading import Checkpoint, disprove, newest, read, restore
+from trainer.checkpoint.reading import Check, Checkpoint, disprove, newest, read, restore
 from trainer.checkpoint.saving import Saver, first_failure
 from trainer.console import say
 from trainer.engine.engine import Engine
 from trainer.errors import PassingError
 from trainer.ranks.world import World, broadcast_text, together
 
-Check = Callable[[Checkpoint], object]  # raises TrainerError for a record that no run can resume from
 Allow = Callable[[Checkpoint | None, list[str]], None]  # raises TrainerError if the run must not start from this
 
 
@@ -31,19 +30,20 @@ def choose(root: Path, world: World, check: Check, allow: Allow) -> Checkpoint |
     """
     damaged: dict[str, str] = {}  # name: why
     reported: set[str] = set()
-    while name := broadcast_text(together(partial(_name, root, world, damaged, reported, allow), world), world):
-        failure = first_failure(together(partial(disprove, root / name, world, check), world), world)
+    choice = partial(_name, root, world, damaged, reported, check, allow)
+    while name := broadcast_text(together(choice, world), world):
+        failure = first_failure(together(partial(disprove, root / name, world), world), world)
         if not failure:
             return together(partial(read, root / name), world)
         damaged[name] = failure
     return None
 
 
-def _name(root: Path, world: World, damaged: dict[str, str], reported: set[str], allow: Allow) -> str:
+def _name(root: Path, world: World, damaged: dict[str, str], reported: set[str], check: Check, allow: Allow) -> str:
     """Name the checkpoint to resume from, empty for a fresh start. Rank 0 reports each skipped one once."""
     if not world.is_main:
         return ""
-    found, passed = newest(root, damaged)
+    found, passed = newest(root, damaged, check)
     for reason in passed:
         if reason not in reported:
             say(f"skipped: {reason}")
