@@ -167,10 +167,10 @@ class Run:
         step. The time of evaluations and saves is not training time.
         """
         trained, every = self.metrics.trained, self.config.metrics.log_every_steps
-        counts = state.phase_step <= every or state.attempts % every == 0
-        if phase.minutes is not None and not (counts or state.step % self.config.checkpoint.every_steps == 0):
-            return state
         if phase.minutes is not None:
+            counts = state.phase_step <= every or state.attempts % every == 0
+            if not counts and state.step % self.config.checkpoint.every_steps:
+                return state
             [spent] = self.stop.sum(round(1000 * (trained - self.counted)) if self.world.is_main else 0)
             state = replace(state, milliseconds=state.milliseconds + spent)
         self.counted = trained
