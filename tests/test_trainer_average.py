@@ -19,10 +19,10 @@ import trainer.evaluate
 from data_prep.manifest import load_manifest
 from data_prep.tokenizer import load_tokenizer
 from tests.helpers import ranks
-from tests.helpers.runs import write_config
+from tests.helpers.runs import change_record, write_config
 from trainer import export, weights
 from trainer.checkpoint.average import average, select
-from trainer.checkpoint.reading import Pieces, find, load_weights, model_of, tree_sha256
+from trainer.checkpoint.reading import Pieces, find, load_weights, model_of
 from trainer.checkpoint.trained_tokenizer import token_counts
 from trainer.convert.folder import padded_logits, random_batch
 from trainer.convert.hugging_face import to_hugging_face
@@ -73,15 +73,6 @@ def flip(folder: Path) -> None:
     part.write_bytes(data)
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Edit a checkpoint.json, and sign it again."""
-    path = folder / "checkpoint.json"
-    tree = json.loads(path.read_text())
-    del tree["sha256"]
-    change(tree)
-    path.write_text(json.dumps({**tree, "sha256": tree_sha256(tree)}))
-
-
 def test_the_mean_is_taken_in_fp64_and_one_checkpoint_keeps_its_bits(trained: Path) -> None:
     reported: list[str] = []
     chosen = select(trained, 4, reported.append)
@@ -109,17 +100,17 @@ def test_damaged_checkpoints_are_skipped_and_named(run: Path) -> None:
 
 def test_a_record_that_no_run_resumes_from_is_skipped_too(run: Path) -> None:
     reported: list[str] = []
-    edit(run / "step-00000006", lambda tree: tree["record"]["state"].update(position=-5))
+    change_record(run / "step-00000006", lambda tree: tree["record"]["state"].update(position=-5))
     assert equal(average(select(run, 2, reported.append)), mean_of(run, 4, 5))
     assert reported == [f"warning: not used: checkpoint {run}/step-00000006 is damaged: position in its record is -5"]
 
 
 def other_seed(run: Path) -> None:
-    edit(run / "step-00000005", lambda tree: tree["record"]["identity"].update(seed=6))
+    change_record(run / "step-00000005", lambda tree: tree["record"]["identity"].update(seed=6))
 
 
 def other_shape(run: Path) -> None:
-    edit(run / "step-00000004", lambda tree: tree["shapes"].update(mlm_bias=[2, 8]))
+    change_record(run / "step-00000004", lambda tree: tree["shapes"].update(mlm_bias=[2, 8]))
 
 
 @pytest.mark.parametrize(

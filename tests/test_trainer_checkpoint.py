@@ -20,10 +20,10 @@ import torch
 
 from tests.helpers import ranks
 from tests.helpers.corpora import contents
-from tests.helpers.runs import lines, wait_for, write_config
+from tests.helpers.runs import change_record, lines, wait_for, write_config
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint import saving
-from trainer.checkpoint.reading import CheckpointConfig, tree_sha256
+from trainer.checkpoint.reading import CheckpointConfig
 from trainer.checkpoint.saving import prune
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
@@ -119,15 +119,6 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Edit a checkpoint.json, and sign it again."""
-    path = folder / "checkpoint.json"
-    tree = json.loads(path.read_text())
-    del tree["sha256"]
-    edit(tree)
-    path.write_text(json.dumps({**tree, "sha256": tree_sha256(tree)}))
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda folder: (folder / PART).unlink(), f"is damaged: {PART} is missing"),
     "short": (lambda folder: (folder / PART).write_bytes(b"x"), f"is damaged: {PART} has 1 bytes instead of"),
@@ -136,7 +127,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "part-00002-of-00003.safetensors belongs to another save",
     ),
     "unlisted": (
-        lambda folder: change(folder, lambda tree: tree["parts"].pop()),
+        lambda folder: change_record(folder, lambda tree: tree["parts"].pop()),
         "its list of parts does not come from",
     ),
     "no record": (lambda folder: (folder / "checkpoint.json").unlink(), "it has no readable checkpoint.json"),
@@ -151,29 +142,32 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "checkpoint.json").write_text('{"a": ' * 100_000),
         "has no readable checkpoint.json",
     ),
-    "no parts": (lambda folder: change(folder, lambda tree: tree.pop("parts")), "its checkpoint.json is malformed"),
+    "no parts": (
+        lambda folder: change_record(folder, lambda tree: tree.pop("parts")),
+        "its checkpoint.json is malformed",
+    ),
     "parts of no names": (
-        lambda folder: change(folder, lambda tree: tree.update(parts=[1, 2])),
+        lambda folder: change_record(folder, lambda tree: tree.update(parts=[1, 2])),
         "its checkpoint.json is malformed",
     ),
     "shapes": (
-        lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[2**63, 1])),
+        lambda folder: change_record(folder, lambda tree: tree["shapes"].update(token_table=[2**63, 1])),
         "its checkpoint.json is malformed",
     ),
     "negative shapes": (
-        lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[-4, -4])),
+        lambda folder: change_record(folder, lambda tree: tree["shapes"].update(token_table=[-4, -4])),
         "its checkpoint.json is malformed",
     ),
     "large shapes": (
-        lambda folder: change(folder, lambda tree: tree["shapes"].update(token_table=[2**19, 2**19])),
+        lambda folder: change_record(folder, lambda tree: tree["shapes"].update(token_table=[2**19, 2**19])),
         "its shapes need more bytes than its parts have",
     ),
     "list for a record": (
-        lambda folder: change(folder, lambda tree: tree.update(record=[1])),
+        lambda folder: change_record(folder, lambda tree: tree.update(record=[1])),
         "its checkpoint.json is malformed",
     ),
     "foreign": (
-        lambda folder: change(folder, lambda tree: tree.update(format="another")),
+        lambda folder: change_record(folder, lambda tree: tree.update(format="another")),
         "is not a checkpoint of this version of Lambert",
     ),
 }
@@ -229,14 +223,14 @@ def test_the_folders_are_what_is_read_whatever_the_pointer_holds(half: Path, con
 
 @pytest.mark.parametrize("model", [None, {"layers": 2**63}, {"layers": "2"}, {"widths": 3}, [1]])
 def test_a_record_of_no_model_is_one_line(half: Path, model: object) -> None:
-    change(half / "step-00000003", lambda tree: tree["record"].update(config={"model": model}))
+    change_record(half / "step-00000003", lambda tree: tree["record"].update(config={"model": model}))
     with pytest.raises(TrainerError, match="step-00000003 does not describe a valid model") as error:
         checkpoint.load_model(checkpoint.find(half))
     assert "\n" not in str(error.value)
 
 
 def test_another_model_is_refused_with_both_shapes(half: Path) -> None:
-    change(half / "step-00000003", lambda tree: tree["shapes"].update(token_table=[256, 32]))
+    change_record(half / "step-00000003", lambda tree: tree["shapes"].update(token_table=[256, 32]))
     ended = train(half, 1, 1, 1)
     assert ended[0][0] == 2
     assert "comes from another model: 1 parameters differ, first token_table ([256, 32] there, [128, 32]" in ended[0][1]

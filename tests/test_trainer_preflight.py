@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import ranks
-from tests.helpers.runs import write_config
-from trainer.checkpoint.reading import tree_sha256
+from tests.helpers.runs import change_record, write_config
 from trainer.errors import TrainerError
 from trainer.ranks.hostfile import left_behind, read_environment, read_hosts
 from trainer.ranks.network import falls_to_tcp, ports, spoken
@@ -160,10 +158,7 @@ def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Pat
     code, said = trial(path)
     assert code == 0 and f"the run will continue from {tmp_path / 'run' / 'step-00000002'}" in said
     newer = Path(shutil.copytree(tmp_path / "run" / "step-00000002", tmp_path / "run" / "step-00000003"))
-    tree = json.loads((newer / "checkpoint.json").read_text())
-    del tree["sha256"]
-    tree["record"]["state"]["position"] = -5
-    (newer / "checkpoint.json").write_text(json.dumps({**tree, "sha256": tree_sha256(tree)}))
+    change_record(newer, lambda tree: tree["record"]["state"].update(position=-5))
     code, said = trial(path)
     assert code == 0 and f"the run will continue from {tmp_path / 'run' / 'step-00000002'}" in said
     shutil.rmtree(newer)

@@ -1,7 +1,8 @@
-"""Writes a small run's configuration, and reads its JSON lines."""
+"""Writes a small run's configuration, changes its checkpoints, and reads its JSON lines."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,17 @@ import yaml
 
 from data_prep.manifest import load_manifest
 from tests.helpers.ranks import Forked
+from trainer.checkpoint.reading import tree_sha256
 from trainer.monitor.metrics_log import read_lines
+
+
+def change_record(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the tree in a checkpoint's checkpoint.json, and sign it again."""
+    path = folder / "checkpoint.json"
+    tree = json.loads(path.read_text())
+    del tree["sha256"]
+    change(tree)
+    path.write_text(json.dumps({**tree, "sha256": tree_sha256(tree)}))
 
 
 def write_config(folder: Path, shards: Path, steps: int, **sections: dict[str, Any]) -> Path:
