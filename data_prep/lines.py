@@ -75,7 +75,7 @@ def read_head(path: Path) -> LineBlock | None:
 
 
 def _cut_before(data: bytes, end: int) -> int:
-    """Where to cut, at most at ``end``: before a space, or else before the first byte of a character."""
+    """The place to cut, at most ``end``: before a space, or else before the first byte of a character."""
     space = data.rfind(b" ", end - NEAR, end)
     if space > 0:
         return space

@@ -63,7 +63,7 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """What was read, and how much of it was selected."""
+    """Counts of the text that was read, and of the part that was selected."""
 
     files: tuple[SourceRecord, ...]
     documents: int  # read, with visible text
@@ -77,7 +77,7 @@ class CorpusRecord:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """Where each token of the selected documents went, summed over the duplicates.
+    """Counts of where the tokens of the selected documents went, summed over the duplicates.
 
     own + truncated + left_over + unmaskable_tokens = duplicates * tokens of the corpus.
     """

@@ -56,7 +56,7 @@ class DocumentBlock:
 
 
 class PlanCounts(NamedTuple):
-    """Where the tokens of a block's documents went. The last four fields add up to all of them."""
+    """Counts of where the tokens of a block's documents went. The last four fields add up to all of them."""
 
     unmaskable: int  # pairs in which nothing can be predicted, left out
     truncated: int  # tokens cut off the documents' own segments; not those of a random B

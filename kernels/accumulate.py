@@ -24,7 +24,7 @@ ALIGNED, BYTES = 8, 16  # elements in an aligned group; the alignment of its add
 
 @dataclass
 class Places:
-    """Where tensors lie in a flat buffer. Use ``make_places`` to make one."""
+    """The places of tensors in a flat buffer. Use ``make_places`` to make one."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]

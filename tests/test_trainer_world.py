@@ -203,7 +203,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_reported_by_the_first() -> 
 
 
 def test_a_node_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a node would keep its part of every checkpoint to itself."""
+    """A node without the shared folder would keep its part of every checkpoint to itself."""
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     monkeypatch.setattr("tests.helpers.ranks.environment", lambda *place: environment(*place) | alone)
     for name in ("0", "1"):

@@ -1,1 +1,1 @@
-"""What tests import, or run as ranks and programs of their own."""
+"""Code that tests import, or run as ranks and programs."""

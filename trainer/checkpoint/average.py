@@ -115,7 +115,7 @@ def _require_one_phase(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def _origin(found: Checkpoint) -> dict[str, Any]:
-    """What checkpoints must have in common: the run's identity, and the name and shards of the current phase."""
+    """The facts that checkpoints must share: the run's identity, and the name and shards of the current phase."""
     identity = found.record["identity"]
     phase = identity["phases"][state_of(found).phase]
     fixed = {key: value for key, value in identity.items() if key != "phases"}

@@ -47,7 +47,7 @@ ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Where the shards of remote data sets are kept, and how many."""
+    """The folder that keeps the shards of remote data sets, and its size."""
 
     folder: str = "~/.cache/lambert"  # on the node's own disk, shared by its ranks and by other runs
     # size limit, beyond which the least recently used shards are removed; the shards of the current shuffle window and

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one step of one rank trains on."""
+    """The data of one step on one rank."""
 
     position: int  # of the first sample in the phase's order; the next step starts at position + samples
     samples: int  # of the global batch

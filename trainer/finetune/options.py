@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how it runs. None of this changes what is learned, apart from rounding."""
+    """Settings of the machine. None of them changes what is learned, apart from rounding."""
 
     device: str
     precision: Literal["auto", "fp16", "bf16", "fp32"]
