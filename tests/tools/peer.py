@@ -5,7 +5,7 @@
 BertForPreTraining, ``torch.compile``, bf16 autocast, fused AdamW, padded to the shards' length, its MLM head on the
 masked positions only. The rate warms up and decays linearly over the time; compilation and evaluation do not count.
 With several ``--train`` folders, each gets an equal share of the time, or the shares of ``--shares``, so that the peer
-can follow a schedule of lengths. One GPU.
+can follow a schedule of lengths; ``--prior`` gives it Lambert's start of the decoder's bias. One GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining
 
-from data_prep.manifest import load_manifest
+from data_prep.manifest import load_manifest, read_histogram
 from trainer.data.loader import Loader
 from trainer.data.order import Order
 from trainer.model.batch import IGNORED, MicroBatch
-from trainer.model.bert import nsp_classes
+from trainer.model.bert import log_unigrams, nsp_classes
 
 MOST_MASKED = 0.16  # of a batch's padded positions: the targets are padded to this, so that shapes never change
 GPU = torch.device("cuda")
@@ -81,6 +81,13 @@ class Training:
         others = [p for p in self.module.parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=rate, fused=True)
+
+    def set_prior(self, folder: Path) -> None:
+        """Start the decoder's bias at the log of the shards' word frequencies, as `Bert.set_decoder_prior` does."""
+        logs = log_unigrams(torch.from_numpy(read_histogram(folder, load_manifest(folder).token_counts)))
+        bias = self.module.bert.cls.predictions.bias
+        with torch.no_grad():
+            bias.fill_(logs.min())[: len(logs)] = logs.to(bias)
 
     def loss(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast("cuda", torch.bfloat16):
@@ -138,7 +145,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--warmup", type=float, default=0.095, help="share of the time (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=65536, help="padded tokens a step (%(default)s)")
+    parser.add_argument("--tokens", type=int, nargs="*", help="padded tokens a step, one for each --train (65536)")
+    parser.add_argument("--prior", action="store_true", help="start the decoder's bias at the log of the unigrams")
     parser.add_argument("--evaluations", type=int, default=8, help="in each phase (%(default)s)")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
@@ -155,11 +163,14 @@ def main() -> None:
     training = Training(shape, given.rate, given.seconds, given.warmup)
     heldout = Loader(given.heldout, held, 0, 1)
     shares = given.shares or [1 / len(given.train)] * len(given.train)
+    tokens = given.tokens or [65536] * len(given.train)
+    if given.prior:
+        training.set_prior(given.train[0])
     curve, steps, samples, end = [], 0, 0, 0.0
-    for folder, share in zip(given.train, shares, strict=True):
+    for folder, share, size_tokens in zip(given.train, shares, tokens, strict=True):
         manifest = load_manifest(folder)
         length, begin = manifest.settings.sequence_length, end
-        size, end = given.tokens // length, end + share * given.seconds
+        size, end = size_tokens // length, end + share * given.seconds
         order = Order(tuple(shard.samples for shard in manifest.shards), 1, 8)
         reader = Loader(folder, manifest, 0, 1, device=GPU).steps(order, samples, size, 1)
         batches = (padded(step.micro_batches[0], length) for step in reader)
