@@ -10,18 +10,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks
 from tests.helpers.runs import wait_for, write_config
 from trainer.errors import TrainerError
 from trainer.ranks.meeting import Account, Meeting, differences, meet, numbers, refusals
-from trainer.ranks.world import nccl_reason
-from trainer.run.rank_agreement import code
+from trainer.ranks.world import World, nccl_reason
+from trainer.run import rank_agreement
+from trainer.run.config import load
+from trainer.run.phases import open_phases
+from trainer.run.rank_agreement import code, facts
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +160,25 @@ def test_the_code_is_told_apart_by_every_file(tmp_path: Path, monkeypatch: pytes
     changed = code()
     (tmp_path / "kernels" / "a.py").rename(tmp_path / "kernels" / "b.py")
     assert len({before, changed, code()}) == 3
+
+
+@pytest.mark.parametrize(("package", "refused"), [("webdataset", 0), ("deepspeed", 1)])
+def test_only_packages_that_a_run_uses_must_be_the_same(
+    tiny_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, refused: int
+) -> None:
+    """A node that lacks an optional package meets one that has it."""
+    config = load(write_config(tmp_path, tiny_shards, 4))
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    has = facts(open_phases(config, world), world)
+
+    def version_without(name: str) -> str:
+        if name == package:
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(rank_agreement, "version", version_without)
+    lacks = facts(open_phases(config, world), world)
+    assert len(refusals(accounts(has, lacks))) == refused
 
 
 def test_runs_that_differ_in_their_configuration_are_refused_before_they_train(

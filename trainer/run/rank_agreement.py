@@ -15,7 +15,7 @@ from trainer.run.config import fingerprint, to_tree
 from trainer.run.phases import Plan
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("deepspeed", "torch", "triton", "numpy", "webdataset")
+PACKAGES = ("deepspeed", "torch", "triton", "numpy")  # those that a run uses; optional ones may differ
 
 
 def facts(plan: Plan, world: World) -> dict[str, str]:
