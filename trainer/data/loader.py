@@ -25,10 +25,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import Manifest
-from data_prep.masking import Masking, Vocabulary, remask
+from data_prep.masking import Masking, Vocabulary, make_vocabulary, remask
 from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, tar_path
+from data_prep.tokenizer import Tokenizer
 from trainer.data.cache import Cache
 from trainer.data.collate import collate, filler
 from trainer.data.order import Order, deal
@@ -38,6 +40,7 @@ from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.ranks.stop import Stop
 
 CPU = torch.device("cpu")
+_MASKS = 4  # the purpose of this random stream; see trainer/data/order.py
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,14 @@ class DynamicMasks:
     def keeps_counts(self) -> bool:
         """Whether new masks cover as many tokens as the static ones, whose number is in the index."""
         return self.masking.unit == "token"
+
+
+def dynamic_masks(tokenizer: Tokenizer, manifest: Manifest, seed: int) -> DynamicMasks:
+    """Return the settings for drawing new masks over the data set."""
+    settings, specials = manifest.settings, manifest.tokenizer.specials
+    vocabulary = make_vocabulary(manifest.tokenizer.vocab_size, tokenizer.never, specials.mask)
+    masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
+    return DynamicMasks(vocabulary, masking, int(bits(seed, _MASKS)[0]))  # never the static masks' seed
 
 
 class Loader:

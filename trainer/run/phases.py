@@ -9,13 +9,12 @@ from pathlib import Path
 from data_prep.draws import bits
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
-from data_prep.masking import Masking, make_vocabulary
-from data_prep.tokenizer import Tokenizer, load_proven
+from data_prep.tokenizer import load_proven
 from trainer.bounds import MOST_STEPS
 from trainer.checkpoint.train_state import TrainState
 from trainer.checkpoint.trained_tokenizer import token_counts
 from trainer.data.cache import Cache, open_cache
-from trainer.data.loader import DynamicMasks, Loader
+from trainer.data.loader import Loader, dynamic_masks
 from trainer.data.order import Order, largest_window
 from trainer.data.remote import is_remote
 from trainer.data.spread import Spread
@@ -28,7 +27,7 @@ from trainer.ranks.world import World
 from trainer.run.config import Config
 
 MOST_MIXED = 2**27  # samples in a window; each takes about 30 bytes of memory on every rank
-_MASKS, _POSITIONS = 4, 5  # the purposes of these random streams; see trainer/data/order.py
+_POSITIONS = 5  # the purpose of this random stream; the others are in trainer/data
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         try:
             tokenizer = load_proven(path / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
             if key == "train" and phase.masks == "dynamic":
-                masks = _dynamic_masks(tokenizer, manifest, config.run.seed)
+                masks = dynamic_masks(tokenizer, manifest, config.run.seed)
         except DataError as error:
             found.append(str(error))
         places = _spread(phase, config.run.seed) if key == "train" else None
@@ -184,11 +183,3 @@ def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
 def _spread(phase: Phase, seed: int) -> Spread | None:
     rows = phase.spread_positions
     return None if rows is None else Spread(rows, int(bits(seed, _POSITIONS)[0]))
-
-
-def _dynamic_masks(tokenizer: Tokenizer, manifest: Manifest, seed: int) -> DynamicMasks:
-    """Return the settings for drawing new masks over the data set."""
-    settings, specials = manifest.settings, manifest.tokenizer.specials
-    vocabulary = make_vocabulary(manifest.tokenizer.vocab_size, tokenizer.never, specials.mask)
-    masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
-    return DynamicMasks(vocabulary, masking, int(bits(seed, _MASKS)[0]))  # never the static masks' seed
