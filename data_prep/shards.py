@@ -98,9 +98,16 @@ def decode_sample(buffer: bytes | memoryview) -> Sample:
     header = bytes(buffer[:HEADER_BYTES])
     dtype = _dtype_of(header)
     size, rest = divmod(len(buffer) - HEADER_BYTES, dtype.itemsize)
-    if rest or size < NUMBERS or header != npy_header(dtype.str, size):
+    if rest or header != npy_header(dtype.str, size):
         raise DataError(f"no sample: {len(buffer)} bytes do not fit its .npy header")
-    numbers = np.frombuffer(buffer, dtype, offset=HEADER_BYTES)
+    return sample_of(np.frombuffer(buffer, dtype, offset=HEADER_BYTES))
+
+
+def sample_of(numbers: NDArray[Any]) -> Sample:
+    """The sample in the array of a member, of one dimension. Raises DataError if the array is none."""
+    if numbers.ndim != 1 or numbers.dtype not in DTYPES.values() or len(numbers) < NUMBERS:
+        raise DataError(f"no sample: an array of {numbers.dtype.str} and shape {numbers.shape}")
+    size = len(numbers)
     n, split, is_next, m = numbers[:NUMBERS].tolist()
     a, b, c = NUMBERS + n, NUMBERS + n + m, NUMBERS + n + 2 * m
     if size != c + -(-n // WORD) or not 0 < split <= n or is_next > NO_PAIR or (split == n) != (is_next == NO_PAIR):
