@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import fields
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
@@ -126,14 +127,15 @@ def _verify(options: argparse.Namespace) -> int:
     code = 0
     for folder in options.folders:
         try:
-            problems = verify(folder, options.full)
+            problems = verify(folder, options.full, options.stock)
         except (DataError, OSError) as error:  # still verify the other folders
             problems = [str(error)]
         for problem in problems:
             complain(problem)
             code = BAD_INPUT
         if not problems:
-            print_result(f"{folder}: complete, {load_manifest(folder).counts.samples:,} samples")
+            alike = f", the same for webdataset {version('webdataset')}" if options.stock else ""
+            print_result(f"{folder}: complete, {load_manifest(folder).counts.samples:,} samples{alike}")
     return code
 
 
@@ -192,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("verify", help="check data sets against their manifests")
     check.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     check.add_argument("--full", action="store_true", help="also hash every shard and decode every sample")
+    check.add_argument("--stock", action="store_true", help="also read every sample with stock webdataset, and compare")
     check.set_defaults(command=_verify)
 
     inspect = commands.add_parser("inspect", help="show statistics, and a few samples as text")

@@ -52,7 +52,12 @@ def is_hopeless(error: Exception) -> bool:
 
 def shown(error: Exception) -> str:
     """An error as one line that is safe to print: a server may have written any part of it."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return printable(f"{type(error).__name__}: {error}")
+
+
+def printable(text: str) -> str:
+    """Text from anywhere as one line of at most LONGEST_REASON characters that is safe to print."""
+    text = " ".join(text.split())
     return "".join(c if c.isprintable() else "?" for c in text[:LONGEST_REASON]) + (
         "…" if len(text) > LONGEST_REASON else ""
     )

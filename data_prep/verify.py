@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -14,25 +14,49 @@ from numpy.typing import NDArray
 from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, ShardRecord, file_sha256, load_manifest
 from data_prep.shards import SHARD_PREFIX, Column, index_path, read_shard, tar_path
+from data_prep.stock import compare, import_webdataset
 from data_prep.tokenizer import TOKENIZER_JSON, load_tokenizer, require_sha256
+from data_prep.workers import show_progress
 
 
-def verify(folder: Path, full: bool = False) -> list[str]:
+def verify(folder: Path, full: bool = False, stock: bool = False) -> list[str]:
     """All problems of a data set, one per line, by shard. An empty list means that it is complete and undamaged.
 
     Args:
         full: also hash every tar and decode every sample. Without it: names, sizes, indexes and counts.
+        stock: also read every sample with stock `webdataset`, and compare it with our own reading. A shard's first
+            difference is reported. Prints its progress.
 
-    Raises DataError if there is no manifest to verify it against.
+    Raises DataError if there is no manifest to verify it against, or if ``stock`` lacks the library.
     """
     manifest = load_manifest(folder)
-    problems = list(_inconsistencies(folder, manifest))
+    if stock:
+        import_webdataset()
+    checked: Iterable[Checked] = _check_shards(folder, manifest, full, stock)
+    if stock:
+        checked = show_progress(checked, "compared", "samples", lambda done: done.samples, manifest.counts.samples)
+    return [*_inconsistencies(folder, manifest), *(done.problem for done in checked if done.problem is not None)]
+
+
+class Checked(NamedTuple):
+    """A shard that was checked, with its problem if it has one."""
+
+    samples: int
+    problem: str | None
+
+
+def _check_shards(folder: Path, manifest: Manifest, full: bool, stock: bool) -> Iterator[Checked]:
+    first = 0  # number of the shard's first sample
     for record in manifest.shards:
+        problem = None
         try:
             _check_shard(folder, record, manifest.tokenizer.vocab_size, full)
-        except (DataError, OSError) as problem:
-            problems.append(str(problem))
-    return problems
+            if stock:
+                compare(folder, record, first)
+        except (DataError, OSError) as error:
+            problem = str(error)
+        yield Checked(record.samples, problem)
+        first += record.samples
 
 
 class Measured(NamedTuple):

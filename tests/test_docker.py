@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 DOCKER = ROOT / "docker"
 FILES = ("Dockerfile", "Dockerfile.cpu")
 # of data_prep; an image has them by EXTRAS: aiohttp brings yarl, and s3fs brings aiobotocore
-OPTIONAL = {"aiobotocore", "aiohttp", "mpi4py", "pyarrow", "yarl"}
+OPTIONAL = {"aiobotocore", "aiohttp", "mpi4py", "pyarrow", "webdataset", "yarl"}
 IMAGES = [("Dockerfile", "train"), ("Dockerfile.cpu", "prepare"), ("Dockerfile.cpu", "train")]
 PLACES = ("HOME", "TMPDIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR")
 

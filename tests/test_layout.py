@@ -51,6 +51,7 @@ LONG_KERNEL = "@triton.jit\ndef kernel():\n" + "    pass\n" * LONGEST_KERNEL
 TWO_LOOPS = "def train():\n    while True:\n        pass\n\ndef _train():\n    {}\n"
 FAULTS: tuple[tuple[Rule, str, str, str], ...] = (  # the rule, a file, its text, and what the rule says of it
     (imports_point_one_way, "data_prep/new.py", "import torch", "imports ['torch']"),
+    (imports_point_one_way, "data_prep/new.py", "def f():\n    import webdataset", "imports ['webdataset']"),
     (imports_point_one_way, "data_prep/new.py", "def f():\n    from trainer import errors", "imports ['trainer']"),
     (imports_point_one_way, "kernels/new.py", "import numpy", "imports ['numpy']"),
     (imports_point_one_way, "kernels/new.py", "from . import flat", "imports ['.']"),

@@ -1,0 +1,142 @@
+"""Reads shards as others do, with stock `webdataset`: its tar iterators and its decoders.
+
+Lambert opens the files; the library's own openers start a shell command for an address. The library imports torch if
+that is installed, so it is imported only where it is used. Only members named ``.npy`` are decoded: the stock decoders
+of other names unpickle.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.errors import DataError, shortage
+from data_prep.manifest import ShardRecord
+from data_prep.retries import printable
+from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, sample_of, tar_path
+
+DECODED = ["npy"]
+
+
+def import_webdataset() -> Any:
+    """The package `webdataset`. Raises DataError if it is not installed."""
+    try:
+        import webdataset
+    except ImportError as error:
+        raise DataError(f'webdataset is not installed ({error}): pip install "webdataset>=1.0.2"') from None
+    return webdataset
+
+
+def stock_members(folder: Path, record: ShardRecord, first: int) -> Iterator[dict[str, Any]]:
+    """The members of a shard, as the library's tar iterators read them: ``__key__``, and the file's bytes as ``npy``.
+
+    Args:
+        first: the number of its first sample in the data set.
+
+    Raises DataError, with the shard and the sample's number, for the first member that is not the one in the index.
+    """
+    tar, index = tar_path(folder, record.name), read_index(index_path(folder, record.name), record.index_sha256)
+    with tar.open("rb") as stream:
+        if (size := os.fstat(stream.fileno()).st_size) != record.bytes:
+            raise DataError(f"{tar}: {size} bytes, the manifest says {record.bytes}")
+        members = _group({"url": str(tar), "stream": stream})
+        for number, crc in enumerate(index[:, Column.CRC32].tolist(), first):
+            key = _key(number)
+            try:
+                member = next(members, None)
+            except Exception as error:  # the library's, tarfile's or the disk's
+                if shortage(error):
+                    raise
+                raise DataError(f"{tar}: webdataset cannot read sample {key} ({_reason(error)})") from None
+            if member is None:
+                raise DataError(f"{tar}: webdataset sees the end of the tar before sample {key}")
+            if member["__key__"] != key or zlib.crc32(member.get("npy", b"")) != crc:
+                raise DataError(f"{tar}: sample {key} is damaged: webdataset reads {_described(member)}")
+            yield member
+
+
+def compare(folder: Path, record: ShardRecord, first: int) -> None:
+    """Reads each sample of a shard twice, with stock `webdataset` and with our own reader, and compares the two.
+
+    Args:
+        first: the number of its first sample in the data set.
+
+    Raises DataError, with the shard and the sample's number, for the first difference.
+    """
+    webdataset = import_webdataset()
+    tar, index = tar_path(folder, record.name), read_index(index_path(folder, record.name), record.index_sha256)
+    members = partial(stock_members, folder, record, first)
+    decoded = iter(webdataset.DataPipeline(members, webdataset.decode(only=DECODED)))
+    with tar.open("rb") as file:
+        for number, row in enumerate(index, first):
+            try:
+                theirs = next(decoded)["npy"]
+                ours = _read(file, row)
+            except webdataset.DecodingError as error:
+                raise DataError(f"{tar}: webdataset cannot decode sample {_key(number)} ({_reason(error)})") from None
+            if difference := _difference(theirs, ours):
+                raise DataError(f"{tar}: sample {_key(number)} is not the same for webdataset: {difference}")
+
+
+def _key(number: int) -> str:
+    """The name of a sample's member, without suffix."""
+    return f"{number:012d}"
+
+
+def _read(file: IO[bytes], row: NDArray[np.int64]) -> Sample:
+    """The sample at an index row, read by its offset."""
+    offset, size = row[[Column.OFFSET, Column.BYTES]].tolist()
+    data = os.pread(file.fileno(), size, offset)
+    if zlib.crc32(data) != row[Column.CRC32]:
+        raise DataError(f"{file.name}: no sample at offset {offset}, where its index has one")
+    try:
+        return decode_sample(data)
+    except DataError as error:
+        raise DataError(f"{file.name}: {error}, at offset {offset}") from None
+
+
+def _group(opened: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The members of an open tar, grouped by the library as it groups those of any tar."""
+    import_webdataset()
+    from webdataset.tariterators import group_by_keys, tar_file_expander
+
+    grouped: Iterator[dict[str, Any]] = group_by_keys(tar_file_expander([opened]))
+    return grouped
+
+
+def _difference(theirs: Any, ours: Sample) -> str:
+    """The first field in which the library's array differs from our sample; empty if none does."""
+    try:
+        sample = sample_of(np.asarray(theirs))
+    except DataError as error:
+        return str(error)
+    for name in (field.name for field in fields(Sample)):
+        a, b = np.asarray(getattr(sample, name)), np.asarray(getattr(ours, name))
+        if a.shape != b.shape:
+            return f"{a.size} {name} instead of {b.size}"
+        if len(places := np.argwhere(a != b)):
+            place = tuple(places[0].tolist())
+            at = f"[{place[0]}]" if place else ""
+            return f"{name}{at} is {a[place]} instead of {b[place]}"
+    return ""
+
+
+def _described(member: dict[str, Any]) -> str:
+    """What a member is, for an error."""
+    files = ", ".join(f"{name} of {len(data)} bytes" for name, data in member.items() if not name.startswith("__"))
+    return printable(f"{member['__key__']}: {files}")
+
+
+def _reason(error: Exception) -> str:
+    """An error of the library in one line; it adds objects and addresses to the arguments of the first error."""
+    cause = error.__cause__ or error
+    said = str(cause.args[0] if cause.args else "").partition(" @ ")[0]
+    return printable(f"{type(cause).__name__}: {said}")

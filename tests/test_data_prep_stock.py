@@ -1,0 +1,191 @@
+"""`verify --stock`: what stock webdataset reads is what we read, and the first difference of each shard is named."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from webdataset import autodecode
+
+from data_prep.__main__ import main
+from data_prep.build import build
+from data_prep.errors import DataError
+from data_prep.manifest import file_sha256, load_manifest
+from data_prep.settings import make_settings
+from data_prep.shards import NO_PAIR, Column, Sample, index_path, tar_path, write_shard
+from data_prep.stock import compare
+from data_prep.verify import measure_shard, verify
+from tests.helpers.corpora import write_corpus
+
+ROOM = 1024  # bytes of a sample in these tars: its header and its data take a block each
+NAME, TYPE, DATA = 0, 156, 512 + 140  # in a sample's bytes
+SECOND = "shard-00001"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of five shards, the first four of 14 samples."""
+    folder = tmp_path_factory.mktemp("whole")
+    text, tokenizer = write_corpus(folder, [20] * 10, 8)
+    build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=14), 1)
+    return folder / "out"
+
+
+@pytest.fixture
+def data(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the data set that a test may damage."""
+    return shutil.copytree(whole, tmp_path / "data")
+
+
+def overwrite(folder: Path, place: int, content: bytes) -> None:
+    """Overwrite a part of the second shard's tar."""
+    path = tar_path(folder, SECOND)
+    data = bytearray(path.read_bytes())
+    data[place : place + len(content)] = content
+    path.write_bytes(data)
+
+
+def rename(folder: Path, row: int, name: bytes) -> None:
+    """Rename a member of the second shard, with the right checksum."""
+    header = bytearray(tar_path(folder, SECOND).read_bytes()[ROOM * row : ROOM * row + 512])
+    header[NAME : NAME + 100] = name.ljust(100, b"\0")
+    header[148:156] = 8 * b" "
+    header[148:156] = b"%06o\0 " % sum(header)
+    overwrite(folder, ROOM * row, bytes(header))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_whole_data_set_is_the_same_for_webdataset(
+    whole: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ranks: str
+) -> None:
+    """The variables of a launcher do not matter, although the library reads them."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    samples = load_manifest(whole).counts.samples
+    assert main(["verify", "--stock", str(whole)]) == 0
+    said = capfd.readouterr()
+    assert f"complete, {samples} samples, the same for webdataset 1." in said.out
+    assert said.err.startswith(f"data_prep: compared {samples} samples in ")
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+@pytest.mark.parametrize("single", [False, True])
+def test_every_kind_of_sample_is_the_same(tmp_path: Path, dtype: str, single: bool) -> None:
+    draw = np.random.default_rng(1)
+    samples = []
+    for n in (3, 16, 17, 128, 512):
+        ids, replacements = draw.integers(2000, size=(2, n), dtype=np.int32)
+        split, is_next = (n, NO_PAIR) if single else (n // 2, n % 2)
+        positions = np.arange(0, n, 7, dtype=np.int32)
+        samples.append(Sample(ids, split, is_next, positions, replacements[: len(positions)], draw.random(n) < 0.3))
+    write_shard(tmp_path, SECOND, 70, samples, dtype)
+    record = measure_shard(tmp_path, SECOND, 2000).record
+    compare(tmp_path, record, 70)
+    with pytest.raises(DataError, match=f"{SECOND}.tar: sample 000000000071 is damaged: webdataset reads 000000000070"):
+        compare(tmp_path, record, 71)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda data: overwrite(data, 3 * ROOM + NAME, b"9"),
+            "webdataset sees the end of the tar before sample 000000000017",
+        ),
+        (lambda data: overwrite(data, 0, bytes(512)), "webdataset sees the end of the tar before sample 000000000014"),
+        (lambda data: overwrite(data, 0, b"9"), "webdataset cannot read sample 000000000014 (ReadError: "),
+        (
+            lambda data: rename(data, 2, b"000000000016.pkl"),
+            "sample 000000000016 is damaged: webdataset reads 000000000016: pkl of ",
+        ),
+        (lambda data: rename(data, 2, b"000000000015.npy"), "webdataset cannot read sample 000000000015 (ValueError: "),
+        (
+            lambda data: rename(data, 2, b"000000000099.npy"),
+            "sample 000000000016 is damaged: webdataset reads 000000000099: npy of ",
+        ),
+        (
+            lambda data: overwrite(data, 5 * ROOM + DATA, b"\xff"),
+            "sample 000000000019 is damaged: webdataset reads 000000000019: npy of ",
+        ),
+    ],
+)
+def test_a_shard_that_others_cannot_read_is_named_with_its_sample(
+    data: Path, damage: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Our own reader does not look at tar headers, except with --full. The other shards are compared as well."""
+    damage(data)
+    tar_path(data, "shard-00003").unlink()
+    assert len(verify(data)) == 1
+    first, second = verify(data, stock=True)
+    assert first.startswith(f"{tar_path(data, SECOND)}: {said}")
+    assert "shard-00003.tar missing" in second and "\n" not in first
+    assert main(["verify", "--stock", str(data)]) == 2
+    assert f"data_prep: error: {first}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda array: array + (np.arange(len(array)) == 4 + 20).astype("<u2"), "ids[20] is "),
+        (lambda array: array + (np.arange(len(array)) == 2).astype("<u2"), "no sample: "),
+        (lambda array: array.astype(">u2"), "no sample: an array of >u2"),
+        (lambda array: array[None], "no sample: an array of <u2 and shape (1, "),
+        (lambda array: b"bytes", "no sample: an array of |S5"),
+    ],
+)
+def test_a_difference_is_named_with_its_field(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], said: str
+) -> None:
+    """The stock decoder is made to err at one sample of the second shard."""
+    decode, count = autodecode.decoders["npy"], iter(range(10**6))
+    monkeypatch.setitem(autodecode.decoders, "npy", lambda data: (change if next(count) == 16 else id_)(decode(data)))
+    [problem] = verify(whole, stock=True)
+    place = f"{tar_path(whole, SECOND)}: sample 000000000016 is not the same for webdataset: "
+    assert problem.startswith(place + said) and "\n" not in problem
+
+
+def id_(array: Any) -> Any:
+    return array
+
+
+def test_a_decoder_that_fails_is_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(autodecode.decoders, "npy", raises(ValueError("not mine\nat all")))
+    problems = verify(whole, stock=True)
+    assert len(problems) == 5
+    assert problems[1].endswith("webdataset cannot decode sample 000000000014 (ValueError: not mine at all)")
+
+
+def test_an_index_that_leads_elsewhere_is_named(data: Path) -> None:
+    record = load_manifest(data).shards[1]
+    path = index_path(data, SECOND)
+    index = np.load(path)
+    index[3, Column.OFFSET] += ROOM
+    np.save(path, index)
+    with pytest.raises(DataError, match=r"shard-00001.tar: no sample at offset 4608, where its index has one"):
+        compare(data, replace(record, index_sha256=file_sha256(path)), 14)
+
+
+def test_without_the_library_one_line_says_what_to_install(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "webdataset", None)
+    assert main(["verify", "--stock", str(whole)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("data_prep: error: webdataset is not installed (")
+    assert line.endswith('): pip install "webdataset>=1.0.2"')
+    assert main(["verify", str(whole)]) == 0
+
+
+def raises(error: Exception) -> Callable[..., None]:
+    """A function that raises the error, whatever its arguments."""
+
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    return fail
