@@ -23,7 +23,7 @@ from data_prep.options import CommandParser, check_place, check_range
 from data_prep.settings import SETTING_CHOICES, Settings, make_settings
 from data_prep.sources import FORMATS, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.streams import complain, flush, print_result, warn
-from data_prep.verify import verify
+from data_prep.verify import verify, verify_published
 from data_prep.vocab import COVERAGE, LARGEST_MULTIPLE, LARGEST_VOCABULARY, LEAST_ALPHABET, learn_tokenizer
 from data_prep.workers import Stopped, on_ranks, stop_on_sigterm
 
@@ -125,17 +125,21 @@ def _build(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     code = 0
-    for folder in options.folders:
+    for place in options.places:
         try:
-            problems = verify(folder, options.full, options.stock)
-        except (DataError, OSError) as error:  # still verify the other folders
+            if "://" in place:
+                problems, samples = verify_published(place, options.stock)
+            else:
+                problems = verify(Path(place), options.full, options.stock)
+                samples = load_manifest(Path(place)).counts.samples
+        except (DataError, OSError) as error:  # still verify the other data sets
             problems = [str(error)]
         for problem in problems:
             complain(problem)
             code = BAD_INPUT
         if not problems:
             alike = f", the same for webdataset {version('webdataset')}" if options.stock else ""
-            print_result(f"{folder}: complete, {load_manifest(folder).counts.samples:,} samples{alike}")
+            print_result(f"{place}: complete, {samples:,} samples{alike}")
     return code
 
 
@@ -192,7 +196,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_build(commands.add_parser("build", parents=[corpus], help="build the shards, or only those still missing"))
 
     check = commands.add_parser("verify", help="check data sets against their manifests")
-    check.add_argument("folders", nargs="+", type=Path, metavar="DIR")
+    what = "a folder, or an address as for `publish`, or https://…; of an address, every shard is read"
+    check.add_argument("places", nargs="+", metavar="DIR", help=what)
     check.add_argument("--full", action="store_true", help="also hash every shard and decode every sample")
     check.add_argument("--stock", action="store_true", help="also read every sample with stock webdataset, and compare")
     check.set_defaults(command=_verify)

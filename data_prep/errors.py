@@ -30,6 +30,10 @@ class KilledError(DataError):
     """A worker process was killed; nothing is wrong with the input."""
 
 
+class CopyError(DataError):
+    """A file could not be copied, because of its server or of this machine. The file itself may be whole."""
+
+
 def shortage(error: BaseException | None) -> str:
     """The resource that ran out or the device that failed, with the remedy; empty for any other error.
 

@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import DataError
+from data_prep.errors import CopyError, DataError
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, ShardRecord, file_sha256, load_manifest
+from data_prep.published import Published
 from data_prep.shards import SHARD_PREFIX, Column, index_path, read_shard, tar_path
 from data_prep.stock import compare, import_webdataset
 from data_prep.tokenizer import TOKENIZER_JSON, load_tokenizer, require_sha256
 from data_prep.workers import show_progress
 
 
-def verify(folder: Path, full: bool = False, stock: bool = False) -> list[str]:
+def verify(folder: Path, full: bool = False, stock: bool = False, published: Published | None = None) -> list[str]:
     """All problems of a data set, one per line, by shard. An empty list means that it is complete and undamaged.
 
     Args:
         full: also hash every tar and decode every sample. Without it: names, sizes, indexes and counts.
         stock: also read every sample with stock `webdataset`, and compare it with our own reading. A shard's first
             difference is reported. Prints its progress.
+        published: provides the shards, if they are not in the folder.
 
-    Raises DataError if there is no manifest to verify it against, or if ``stock`` lacks the library.
+    Raises DataError if there is no manifest to verify it against, or if ``stock`` lacks the library; CopyError
+    if a shard cannot be copied.
     """
     manifest = load_manifest(folder)
     if stock:
         import_webdataset()
-    checked: Iterable[Checked] = _check_shards(folder, manifest, full, stock)
+    checked: Iterable[Checked] = _check_shards(folder, manifest, full, stock, published)
     if stock:
         checked = show_progress(checked, "compared", "samples", lambda done: done.samples, manifest.counts.samples)
     return [*_inconsistencies(folder, manifest), *(done.problem for done in checked if done.problem is not None)]
@@ -45,14 +50,35 @@ class Checked(NamedTuple):
     problem: str | None
 
 
-def _check_shards(folder: Path, manifest: Manifest, full: bool, stock: bool) -> Iterator[Checked]:
+def verify_published(address: str, stock: bool = False) -> tuple[list[str], int]:
+    """All problems of a published data set, as `verify` with ``full`` reports them, and its number of samples.
+
+    Copies one shard at a time into a temporary folder. Raises DataError if there is no data set, or its small files
+    cannot be copied; CopyError if the server or this machine fails.
+    """
+    address = address.rstrip("/")
+    with TemporaryDirectory(prefix="lambert-") as name:
+        folder = Path(name)
+        try:
+            problems = verify(folder, True, stock, Published(address, folder))
+        except DataError as error:
+            raise type(error)(str(error).replace(name, address)) from None
+        return [problem.replace(name, address) for problem in problems], load_manifest(folder).counts.samples
+
+
+def _check_shards(
+    folder: Path, manifest: Manifest, full: bool, stock: bool, published: Published | None
+) -> Iterator[Checked]:
     first = 0  # number of the shard's first sample
     for record in manifest.shards:
         problem = None
         try:
-            _check_shard(folder, record, manifest.tokenizer.vocab_size, full)
-            if stock:
-                compare(folder, record, first)
+            with published.shard(record) if published else nullcontext():
+                _check_shard(folder, record, manifest.tokenizer.vocab_size, full)
+                if stock:
+                    compare(folder, record, first)
+        except CopyError:
+            raise
         except (DataError, OSError) as error:
             problem = str(error)
         yield Checked(record.samples, problem)

@@ -25,7 +25,7 @@ from data_prep.manifest import MANIFEST, load_manifest
 from data_prep.publish import publish
 from data_prep.retries import LONGEST_REASON, shown
 from data_prep.settings import make_settings
-from data_prep.verify import verify
+from data_prep.verify import verify, verify_published
 from tests.helpers.corpora import contents, read_samples, write_corpus
 
 BUCKET = "bucket"
@@ -129,6 +129,7 @@ def test_all_of_it_gets_there_once(whole: Path, s3: Any, capfd: pytest.CaptureFi
     again = publish(whole, f"s3://{BUCKET}/sets/first", 2)
     assert (again.files, again.sent, again.sent_bytes) == (done.files, 0, 0)
     assert_stock_webdataset_reads_it(whole, s3, "sets/first")
+    assert verify_published(f"s3://{BUCKET}/sets/first", stock=True) == ([], load_manifest(whole).counts.samples)
 
 
 def assert_stock_webdataset_reads_it(whole: Path, s3: Any, folder: str) -> None:

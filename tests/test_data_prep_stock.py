@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import numpy as np
 import pytest
 from webdataset import autodecode
 
+from data_prep import published
 from data_prep.__main__ import main
 from data_prep.build import build
-from data_prep.errors import DataError
-from data_prep.manifest import file_sha256, load_manifest
+from data_prep.errors import CopyError, DataError
+from data_prep.manifest import ShardRecord, file_sha256, load_manifest
 from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Column, Sample, index_path, tar_path, write_shard
 from data_prep.stock import compare
-from data_prep.verify import measure_shard, verify
+from data_prep.verify import measure_shard, verify, verify_published
 from tests.helpers.corpora import write_corpus
+from tests.helpers.file_server import Server
 
 ROOM = 1024  # bytes of a sample in these tars: its header and its data take a block each
 NAME, TYPE, DATA = 0, 156, 512 + 140  # in a sample's bytes
@@ -41,6 +44,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(whole: Path, tmp_path: Path) -> Path:
     """A copy of the data set that a test may damage."""
     return shutil.copytree(whole, tmp_path / "data")
+
+
+@pytest.fixture
+def remote(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """``data`` over HTTP; retries do not wait."""
+    monkeypatch.setattr(published, "WAITS", (0, 0))
+    running = Server(data)
+    yield running
+    running.stop()
 
 
 def overwrite(folder: Path, place: int, content: bytes) -> None:
@@ -182,6 +194,55 @@ def test_without_the_library_one_line_says_what_to_install(
     assert main(["verify", str(whole)]) == 0
 
 
+# ---- published data sets -------------------------------------------------------------------------------------
+
+
+def test_a_published_data_set_is_verified_shard_by_shard(
+    whole: Path, remote: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
+    (tmp_path / "copies").mkdir()
+    most = list[int]()
+
+    def counted(folder: Path, record: ShardRecord, first: int) -> None:
+        most.append(len(list(folder.glob("*.tar"))))
+        compare(folder, record, first)
+
+    monkeypatch.setattr("data_prep.verify.compare", counted)
+    remote.faults["shard-00002.tar"] = ["busy", "cut"]
+    assert main(["verify", "--stock", f"{remote.address}/"]) == 0
+    samples = load_manifest(whole).counts.samples
+    assert f"{remote.address}/: complete, {samples} samples, the same" in capsys.readouterr().out
+    assert most == [1] * 5 and not list((tmp_path / "copies").iterdir())
+    assert verify_published(remote.address) == ([], samples)
+
+
+def test_damage_at_an_address_is_named(remote: Server, data: Path) -> None:
+    tar_path(data, "shard-00000").write_bytes(tar_path(data, "shard-00004").read_bytes())
+    rename(data, 2, b"000000000099.npy")
+    index_path(data, "shard-00002").unlink()
+    remote.faults["shard-00003.tar"] = ["endless"]
+    problems, _ = verify_published(remote.address, stock=True)
+    expected = (
+        "shard-00000.tar: ",
+        "shard-00001.tar: not the shard in the manifest",
+        "shard-00002.idx.npy: missing",
+        "shard-00003.tar: RefusedError: the server sends more than",
+    )
+    assert len(problems) == len(expected)
+    for problem, start in zip(problems, expected, strict=True):
+        assert problem.startswith(f"{remote.address}/{start}") and "\n" not in problem
+
+
+def test_a_failure_of_server_or_machine_ends_it(remote: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.faults["shard-00001.tar"] = ["busy"] * 3
+    with pytest.raises(CopyError, match=r"/shard-00001.tar: failed 3 times, last with .*503.*; check the network"):
+        verify_published(remote.address)
+    monkeypatch.setattr(published, "patiently", raises(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(CopyError, match=r"/manifest.json: OSError: .* \(the disk is full: make room\)"):
+        verify_published(remote.address)
+
+
 def raises(error: Exception) -> Callable[..., None]:
     """A function that raises the error, whatever its arguments."""
 
@@ -189,3 +250,14 @@ def raises(error: Exception) -> Callable[..., None]:
         raise error
 
     return fail
+
+
+def test_what_is_no_published_data_set_costs_one_line(
+    remote: Server, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data / "manifest.json").write_text("{}")
+    assert main(["verify", remote.address, f"{remote.address}/none", "nowhere://host/set"]) == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert f"error: {remote.address}/manifest.json: wanted format lambert-shards" in first
+    assert f"error: {remote.address}/none/manifest.json: missing" in second
+    assert "nowhere://host/set: not a valid address" in third
