@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 from collections import Counter
@@ -27,6 +28,8 @@ from data_prep.tokenizer import load_tokenizer
 from kernels import backend
 from tests.helpers.corpora import read_samples
 from tests.helpers.file_server import Server, damage
+from tests.helpers.pages import blocks
+from tests.helpers.ranks import ROOT
 from tests.helpers.raw_samples import Raw, order_of, raw_shards, samples_of
 from trainer.convert.folder import config_of
 from trainer.convert.hugging_face import to_hugging_face
@@ -200,6 +203,48 @@ def step(model: Bert, batch: MicroBatch, rate: float) -> float:
     for weight, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
         weight.data -= rate * gradient
     return float(loss.detach())
+
+
+# what the page's loops say, and what the test runs
+SMALL = {
+    "BertConfig(vocab_size=30522)": "BertConfig(**CONFIG)",
+    "num_workers=4": "num_workers=2",
+    "range(10)": "range(1)",
+}
+SMALL |= {"max_steps=1000": "max_steps=3, report_to=[], use_cpu=True, disable_tqdm=True", "lr=1e-4": "lr=1e-2"}
+
+
+def test_the_loops_of_the_page_run(
+    tiny_shards: Path, tiny_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/train-128").symlink_to(tiny_shards)
+    page = (ROOT / "docs/webdataset.md").read_text(encoding="utf-8")
+    assert all(large in page for large in SMALL)
+    loop, with_trainer = blocks(page, "python")
+    assert len([line for line in loop.splitlines() if line]) == 10
+    names = run(loop, {"CONFIG": config_of(tiny_model, 0)})
+    untrained = math.log(tiny_model.vocab_size) + math.log(2)
+    assert loss(names) < untrained - 0.3
+    pytest.importorskip("accelerate")
+    before = loss(names)
+    assert loss(run(with_trainer, names)) != before
+
+
+def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a block of the page at small size, and return its names."""
+    for large, small in SMALL.items():
+        code = code.replace(large, small)
+    exec(compile(code, "docs/webdataset.md", "exec"), names)
+    return names
+
+
+def loss(names: dict[str, Any]) -> float:
+    """The loss of the page's model."""
+    names["model"].eval()
+    with torch.no_grad():
+        return float(names["model"](**names["batch"]).loss)
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------
