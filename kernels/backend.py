@@ -7,12 +7,10 @@ to run. Nothing falls back silently.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +33,6 @@ class Backend:
 
     name: str  # "triton" or "torch"
     reason: str  # why this implementation was chosen
-    apex: str  # what ``import apex`` would import here
 
 
 def resolve(device: str) -> Backend:
@@ -48,7 +45,7 @@ def resolve(device: str) -> Backend:
         reason = "requested" if _choice.get() == "torch" else f"the kernels are plain PyTorch on {device}"
     else:
         reason = f"Triton {triton.__version__}, {'in its interpreter' if _interpreted() else 'compiled'}"
-    return Backend(name, reason, apex())
+    return Backend(name, reason)
 
 
 @contextmanager
@@ -73,20 +70,6 @@ def fused(x: Tensor) -> bool:
     if x.dtype not in DTYPES:
         raise TypeError(f"the Triton kernels take fp16, bf16 and fp32, not {x.dtype}: set kernels to torch for it")
     return True
-
-
-def apex() -> str:
-    """Whether NVIDIA Apex is installed. PyPI's package named apex is unrelated (a web toolkit).
-
-    This looks at files only, because importing a wrong or broken package could fail or run foreign code.
-    """
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return "absent"
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if any((folder / "normalization" / "fused_layer_norm.py").is_file() for folder in folders):
-        return "NVIDIA Apex, not used"
-    return "an unrelated package named apex (not NVIDIA's), not used"
 
 
 def _import_triton() -> tuple[Any, Any, str]:

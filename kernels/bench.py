@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import dropout
+from kernels import apex, dropout
 from kernels.adam import Moments, adam_update
 from kernels.attention import attention
 from kernels.backend import triton
@@ -240,6 +240,7 @@ def optimizer_operation(name: str, bar: float, theirs: dict[str, Callable[[list[
 
 def _installed(module: str, name: str) -> Any:
     """Return ``name`` from a library if it is installed. Lambert does not need it: it is only a contender."""
+    apex.keep_foreign_out()  # DeepSpeed imports whatever has that name
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -278,7 +279,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Operation]]] = {
                 {
                     "torch AdamW, fused": lambda tensors: torch.optim.AdamW(tensors, fused=True),
                     "DeepSpeed FusedAdam": _installed("deepspeed.ops.adam", "FusedAdam"),
-                    "Apex FusedAdam": _installed("apex.optimizers", "FusedAdam"),
+                    "Apex FusedAdam": _installed("apex.optimizers", "FusedAdam") if apex.find() else None,
                 },
             )
         ]
@@ -290,7 +291,7 @@ OPERATIONS: dict[str, Callable[[], Iterator[Operation]]] = {
                 4.2,
                 {
                     "DeepSpeed FusedLamb": _installed("deepspeed.ops.lamb", "FusedLamb"),
-                    "Apex FusedLAMB": _installed("apex.optimizers", "FusedLAMB"),
+                    "Apex FusedLAMB": _installed("apex.optimizers", "FusedLAMB") if apex.find() else None,
                 },
             )
         ]

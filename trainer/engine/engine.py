@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from kernels import apex
 from kernels.dropout import token_keys
 from trainer.bounds import MOST_STEPS, outside
 from trainer.engine.gradients import Gradients
@@ -137,10 +138,11 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
 
 
 def _load_deepspeed() -> Any:
-    """Import DeepSpeed without its shared-memory op for CPUs.
+    """Import DeepSpeed without its shared-memory op for CPUs, and without a package apex that is not NVIDIA's.
 
     DeepSpeed would compile that op and never free the 64 MiB per rank that it takes; only inference needs it.
     """
+    apex.keep_foreign_out()
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kernels import backend
+from kernels import apex, backend
 from trainer.console import Tell, warn
 from trainer.engine.engine import Engine
 from trainer.monitor.metrics import device_facts
@@ -30,7 +30,7 @@ def describe(config: Config, engine: Engine[Any], world: World, tell: Tell) -> d
         "optimizer": config.optimizer.name,
         "offload": "optimizer" if config.engine.offload_optimizer else "none",
         "kernels": chosen.name,
-        "apex": chosen.apex,
+        "apex": apex.describe(used=False),
         "parameters": str(engine.parameters),
         **engine.versions,
     }
