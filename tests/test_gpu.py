@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import apex
 from kernels.dropout import keep, token_keys
 from tests.helpers import prescribed_on_ranks as prescribed
 from tests.helpers import ranks
@@ -83,6 +84,23 @@ def test_steps_are_the_fp32_steps_within_rounding(
     assert largest_difference(cut["weights"], whole["weights"]) < 2e-2 * coarse
     assert largest_difference(cut["start"], whole["start"]) == 0  # the masters are not the rounded weights
     assert cut["steps"] == 4 and cut["applied"] == [True] * 4
+
+
+@pytest.mark.skipif(apex.find() is None, reason="needs NVIDIA's Apex")
+@pytest.mark.parametrize(
+    ("optimizer", "stage", "precision"),
+    [("adam", 0, "fp32"), ("adam", 1, "fp16"), ("adam", 3, "bf16"), ("lamb", 0, "fp32"), ("lamb", 1, "fp16")],
+)
+def test_apex_takes_the_same_steps(tmp_path: Path, optimizer: str, stage: int, precision: str) -> None:
+    ours, apexs = (
+        steps(tmp_path, 1, stage, 2, device="cuda", precision=precision, optimizer=optimizer, implementation=whose)
+        for whose in ("lambert", "apex")
+    )
+    bound = 1e-5 if precision == "fp32" else 2e-3
+    for name in ("losses", "heldout", "norms"):
+        assert apexs[name] == pytest.approx(ours[name], rel=bound), name
+    assert largest_difference(apexs["weights"], ours["weights"]) < 10 * bound
+    assert largest_difference(apexs["weights"], ours["weights"]) > 0  # it was Apex
 
 
 @STAGES

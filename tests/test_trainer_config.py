@@ -63,6 +63,8 @@ def test_contradictions_between_sections_are_reported(tmp_path: Path) -> None:
         "phases.0.spread_positions is 256 but model.max_positions is 128"
     )
     assert problems(tmp_path, "phases=[]") == ["phases is empty: a run needs at least one"]
+    [host] = problems(tmp_path, "optimizer.implementation=apex", "engine.offload_optimizer=true")
+    assert host.startswith("optimizer.implementation is apex, which runs on GPUs, but engine.offload_optimizer runs")
     [wait] = problems(tmp_path, "run.timeout_seconds=20")
     assert wait.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait that long")
 
@@ -86,6 +88,8 @@ def test_contradictions_between_sections_are_reported(tmp_path: Path) -> None:
         ("optimizer={name: adam, adapted: all}", "optimizer.adapted is for LAMB, but name is adam: remove it, or set"),
         ("optimizer={name: adam, max_trust_ratio: 1}", "optimizer.max_trust_ratio is for LAMB, but name is adam"),
         ("optimizer.name=apex", "optimizer.name: 'apex' is not one of lamb, adam"),
+        ("optimizer.implementation=nvidia", "optimizer.implementation: 'nvidia' is not one of lambert, apex"),
+        ("optimizer={implementation: apex, min_trust_ratio: 1}", "optimizer.min_trust_ratio is set but Apex's FusedL"),
         ("engine.nvme=true", "engine.nvme: unknown key; known keys: zero_stage, precision"),
         ("engine.offload_optimizer=cpu", "engine.offload_optimizer: expected true or false, found str 'cpu'"),
         ("phases.0.warmup_steps=101", "phases.0.warmup_steps is 101: must be between 0 and steps (100)"),

@@ -35,6 +35,7 @@ MODEL = ModelConfig(
 )
 DEFAULTS = {
     "optimizer": "lamb",
+    "implementation": "lambert",
     "device": "cpu",
     "precision": "fp32",
     "batch": "16",
@@ -108,7 +109,8 @@ def main() -> None:
     )
     watch = Stopwatch(world.device)
     model = replace(MODEL, layer_norm=options["layer_norm"])  # type: ignore[arg-type]
-    engine = Engine(config, Bert(model, 3), OptimizerConfig(name=options["optimizer"]), world, 3, watch)  # type: ignore[arg-type]
+    optimizer = OptimizerConfig(name=options["optimizer"], implementation=options["implementation"])  # type: ignore[arg-type]
+    engine = Engine(config, Bert(model, 3), optimizer, world, 3, watch)
     scales = [float(scale) for scale in options["scales"].split(",")] if "scales" in options else []
     poisoned = (
         [tuple(map(int, part.split(":"))) for part in options["poison"].split(",")] if "poison" in options else []

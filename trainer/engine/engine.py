@@ -21,7 +21,7 @@ from kernels.dropout import token_keys
 from trainer.bounds import MOST_STEPS, outside
 from trainer.engine.gradients import Gradients
 from trainer.engine.loss_scale import POWERS_OF_TWO, LossScale, next_scale
-from trainer.engine.optimizer import OptimizerConfig, make_optimizer
+from trainer.engine.optimizer import OptimizerConfig, make_optimizer, require_implementation
 from trainer.engine.partition import fill_masters, read_partition, refresh_weights, take_halves
 from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import NotFiniteError, TrainerError
@@ -175,6 +175,7 @@ class Engine(Generic[M]):
         self.watch = watch or Stopwatch(world.device)
         self.gathers = config.zero_stage == 3
         self.precision = resolve_precision(config, world.device)
+        require_implementation(optimizer, world.size, world.device)
         self.parameters = sum(p.numel() for p in module.parameters())
         drawn = {n: p.detach().clone() for n, p in module.named_parameters()} if self.precision != "fp32" else {}
         # DeepSpeed lays the parameters out in this order. A matrix that is not aligned to 16 bytes gets kernels of

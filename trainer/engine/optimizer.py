@@ -4,9 +4,10 @@ DeepSpeed hands an optimizer flat buffers that cut through tensors and calls ``s
 over the :class:`~trainer.engine.partition.Partition` instead, so they know which tensor an element belongs to. Weight
 decay, trust ratios and norms are computed for whole tensors, and the padding of the buffers never enters a norm.
 
-NVIDIA Apex's optimizers are not offered. Its FusedLAMB computes norms of the tensors it is given and updates them in
-the same call (csrc/multi_tensor_lamb.cu). Under ZeRO that gives the trust ratio of one rank's share, with no point at
-which to complete it over the ranks. Its FusedAdam has no norms and would be exact, but adds nothing to the step here.
+NVIDIA Apex's optimizers can take the steps instead. Its FusedAdam has no norms, so it is exact under every partition.
+Its FusedLAMB computes norms of the tensors it is given and updates them in the same call (csrc/multi_tensor_lamb.cu).
+Under ZeRO that would be the trust ratio of one rank's share, with no point at which to complete it over the ranks, so
+it is for one rank only. The state and its names in checkpoints are the same, so a run may resume with the other.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels import apex, apex_optimizers
 from kernels.adam import Moments, adam_update
 from kernels.flat import Flat, Layout, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
 from trainer.bounds import outside
 from trainer.engine.clipping import clipping_factor
 from trainer.engine.partition import Buffer, Partition
+from trainer.errors import TrainerError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # PyTorch's own names of the two moving averages
 
@@ -52,6 +55,8 @@ class OptimizerConfig:
     adapted: Literal["decayed", "all"] = "decayed"
     min_trust_ratio: float = 0.0  # LAMB: lower bound of the trust ratios; if a norm is zero, the ratio is 1 regardless
     max_trust_ratio: float | None = None  # LAMB: upper bound of the trust ratios; null: none
+    # whose kernels take the steps; apex: NVIDIA Apex's FusedAdam, or on one rank its FusedLAMB, on GPUs
+    implementation: Literal["lambert", "apex"] = "lambert"
 
     def problems(self) -> list[str]:
         """Every invalid setting, with what to change."""
@@ -77,7 +82,28 @@ class OptimizerConfig:
         for name in ("adapted", "min_trust_ratio", "max_trust_ratio"):
             if self.name != "lamb" and getattr(self, name) != getattr(OptimizerConfig, name):
                 found.append(f"{name} is for LAMB, but name is {self.name}: remove it, or set name to lamb")
+        for name in ("min_trust_ratio", "max_trust_ratio"):
+            if self.implementation == "apex" and getattr(self, name) != getattr(OptimizerConfig, name):
+                found.append(
+                    f"{name} is set but Apex's FusedLAMB has no bounds: remove it, or set implementation to lambert"
+                )
         return found
+
+
+def require_implementation(config: OptimizerConfig, ranks: int, device: torch.device) -> None:
+    """Raise TrainerError or UnavailableError if ``config.implementation`` cannot take the steps of this run."""
+    if config.implementation == "lambert":
+        return
+    if device.type != "cuda":
+        raise TrainerError(
+            f"optimizer.implementation is apex, which runs on GPUs, not on {device.type}: set it to lambert"
+        )
+    if config.name == "lamb" and ranks > 1:
+        raise TrainerError(
+            f"optimizer.implementation is apex with LAMB on {ranks} ranks: Apex's FusedLAMB takes the norms of one "
+            "rank's share, not of whole tensors: set it to lambert"
+        )
+    apex.extension("amp_C")
 
 
 def decays(shape: torch.Size) -> bool:
@@ -207,8 +233,9 @@ class Adam(LambertOptimizer):
     """AdamW, or the original BERT's Adam with ``bias_correction: false``."""
 
     def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor, whole: Tensor | None) -> Tensor:
+        update = adam_update if self.config.implementation == "lambert" else apex_optimizers.adam_update
         for flat, gradient, layout in zip(self._flats(), gradients, self.layouts, strict=True):
-            adam_update(flat, gradient, layout, self._moments(), self.steps, self.rate, factor)
+            update(flat, gradient, layout, self._moments(), self.steps, self.rate, factor)
         return self.complete(squares) if whole is None else whole
 
 
@@ -228,9 +255,23 @@ class Lamb(LambertOptimizer):
         return sums[-1, 0] if whole is None else whole
 
 
+class ApexLamb(LambertOptimizer):
+    """LAMB as NVIDIA Apex's FusedLAMB takes its steps. All tensors must be whole."""
+
+    def _update(self, gradients: list[Tensor], factor: Tensor, squares: Tensor, whole: Tensor | None) -> Tensor:
+        ratios: dict[int, Tensor] = {}
+        for flat, gradient, layout in zip(self._flats(), gradients, self.layouts, strict=True):
+            step = self._moments(), self.steps, self.rate, factor
+            ratios |= apex_optimizers.lamb_update(flat, gradient, layout, *step)
+        self.trust = torch.stack([ratios[row] for row in sorted(ratios)])
+        return self.complete(squares) if whole is None else whole
+
+
 def make_optimizer(parameters: Iterator[Tensor], config: OptimizerConfig) -> LambertOptimizer:
     """The optimizer that the configuration names."""
-    return {"lamb": Lamb, "adam": Adam}[config.name](parameters, config)
+    if config.name == "adam":
+        return Adam(parameters, config)
+    return (Lamb if config.implementation == "lambert" else ApexLamb)(parameters, config)
 
 
 def _gradient(buffer: Buffer) -> Tensor:

@@ -91,6 +91,11 @@ class Config:
         found = []
         if not self.phases:
             found.append("phases is empty: a run needs at least one")
+        if self.optimizer.implementation == "apex" and self.engine.offload_optimizer:
+            found.append(
+                "optimizer.implementation is apex, which runs on GPUs, but engine.offload_optimizer runs the optimizer "
+                "on CPUs: set the first to lambert, or remove the second"
+            )
         if self.metrics.port is not None and self.metrics.linger_seconds >= self.run.timeout_seconds:
             found.append(
                 f"metrics.linger_seconds is {self.metrics.linger_seconds} but run.timeout_seconds is "

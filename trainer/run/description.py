@@ -28,9 +28,10 @@ def describe(config: Config, engine: Engine[Any], world: World, tell: Tell) -> d
         "network": " over ".join(filter(None, ("gloo" if world.device.type == "cpu" else "nccl", spoken(heard)))),
         "zero_stage": str(config.engine.zero_stage),
         "optimizer": config.optimizer.name,
+        "optimizer_implementation": config.optimizer.implementation,
         "offload": "optimizer" if config.engine.offload_optimizer else "none",
         "kernels": chosen.name,
-        "apex": apex.describe(used=False),
+        "apex": apex.describe(used="apex" in (config.optimizer.implementation, config.engine.kernels)),
         "parameters": str(engine.parameters),
         **engine.versions,
     }

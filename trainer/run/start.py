@@ -10,6 +10,7 @@ import time
 from kernels import backend
 from trainer.console import say, warn
 from trainer.engine.engine import resolve_precision
+from trainer.engine.optimizer import require_implementation
 from trainer.errors import TrainerError, exit_code
 from trainer.ranks.ending import error_text, fail
 from trainer.ranks.network import ports
@@ -40,6 +41,7 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
                 f"{started} rank(s) were started but run.ranks is {config.run.ranks}: start that many or change it"
             )
         resolve_precision(config.engine, world.device)
+        require_implementation(config.optimizer, started, world.device)
         with backend.using(config.engine.kernels):
             backend.resolve(world.device.type)
         return open_phases(config, world), world
