@@ -5,7 +5,7 @@ shapes for 32,768 tokens, which are larger than the L2 cache. The floor is the l
 bytes at the rate of a device copy, and computing the matrix products at the rate of one product of BERT's size. Both
 rates are measured first. Optimizers step over BERT-Large's 336 million fp32 parameters and are timed without a graph,
 because some of them cannot be captured in one. Ours also unscales, takes the norm, clips, and writes the fp16 copy; the
-others only update.
+others only update, except where the row says that the step is whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import apex, dropout
+from kernels import apex, apex_layers, apex_optimizers, dropout
 from kernels.adam import Moments, adam_update
 from kernels.attention import attention
 from kernels.backend import triton
 from kernels.bias_gelu import bias_gelu
 from kernels.cross_entropy import cross_entropy
 from kernels.embedding import embed
-from kernels.flat import Flat, Piece, gradient_square_sum, make_layout
+from kernels.flat import Flat, Layout, Piece, gradient_square_sum, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
-from kernels.layer_norm import dropout_add_layer_norm
+from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 
 TOKENS, HIDDEN, INTERMEDIATE, HEADS, VOCABULARY, TARGETS = 32_768, 1024, 4096, 16, 30_528, 4864
 P = 0.1
@@ -141,6 +142,12 @@ def layer_norm_operation() -> Operation:
             return out
 
         contenders["eager, Liger's LayerNorm"] = _both(ligers, inputs, towards)
+    if _apex_has("fused_layer_norm_cuda"):
+
+        def apexes(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return apex_layers.layer_norm(residual + F.dropout(x, P), weight, bias, 1e-12)
+
+        contenders["eager, Apex's LayerNorm"] = _both(apexes, inputs, towards)
     return Operation("dropout + residual + LayerNorm", moved, 0, 0.25, contenders)
 
 
@@ -151,6 +158,39 @@ def bias_gelu_operation() -> Operation:
     moved = TOKENS * INTERMEDIATE * 2 * (2 + 3)  # x, out; x, d_out, d_x
     contenders = _three(bias_gelu, lambda x, bias: F.gelu(x + bias), inputs, towards)
     return Operation(f"bias + GELU, {INTERMEDIATE} wide", moved, 0, 0.55, contenders)
+
+
+def plain_layer_norm_operation() -> Operation:
+    """LayerNorm alone, as in the MLM head."""
+    inputs = [_draw(TOKENS, HIDDEN), _draw(HIDDEN), _draw(HIDDEN)]
+    towards = torch.randn_like(inputs[0])
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return layer_norm(x, weight, bias, 1e-12)
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (HIDDEN,), weight, bias, 1e-12)
+
+    contenders = _three(ours, eager, inputs, towards)
+    if _apex_has("fused_layer_norm_cuda"):
+        contenders["Apex"] = _both(lambda x, w, b: apex_layers.layer_norm(x, w, b, 1e-12), inputs, towards)
+    return Operation("LayerNorm alone", TOKENS * HIDDEN * 2 * (2 + 3), 0, None, contenders)
+
+
+def mlp_operation() -> Operation:
+    """A layer's two matrix products with the bias and the tanh approximation of GELU between them."""
+    x, towards = _draw(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN, device="cuda").half()
+    weights = [_draw(INTERMEDIATE, HIDDEN, scale=0.02), _draw(HIDDEN, INTERMEDIATE, scale=0.02)]
+    inputs = [x, weights[0], _draw(INTERMEDIATE), weights[1], _draw(HIDDEN)]
+
+    def ours(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+        return F.linear(bias_gelu(F.linear(x, weight1), bias1, "tanh"), weight2, bias2)
+
+    contenders = _three(ours, apex_layers.dense_gelu_dense_reference, inputs, towards)
+    if _apex_has("fused_dense_cuda"):
+        contenders["Apex"] = _both(apex_layers.dense_gelu_dense, inputs, towards)
+    computed = 3 * 2 * 2 * TOKENS * HIDDEN * INTERMEDIATE
+    return Operation("dense + tanh GELU + dense", TOKENS * HIDDEN * 2 * 4, computed, None, contenders)
 
 
 def cross_entropy_operation() -> Operation:
@@ -201,40 +241,48 @@ def _parameters() -> list[tuple[Tensor, bool]]:
     return [(torch.randn(*shape, device="cuda") / 50, len(shape) > 1) for shape in [*tables, *layer * 24, *heads]]
 
 
-def _optimizer_step(flat: Flat, gradient: Tensor, pieces: list[Piece], adapted: bool) -> Callable[[], object]:
+def _lamb_update(
+    flat: Flat, gradient: Tensor, layout: Layout, moments: Moments, step: int, rate: float, factor: Tensor
+) -> None:
+    """Both parts of a LAMB step on one rank."""
+    sums = torch.zeros(max(piece.row for piece in layout.pieces) + 1, 2, device="cuda")
+    lamb_begin(flat, gradient, layout, moments, step, rate, factor, sums)
+    lamb_finish(flat, layout, moments, step, rate, trust_ratios(sums, moments))
+
+
+def _optimizer_step(
+    flat: Flat, gradient: Tensor, pieces: list[Piece], update: Callable[..., object]
+) -> Callable[[], object]:
     """The whole step of trainer/engine/optimizer.py on one rank, clipped to a global norm of 1."""
     layout, moments = make_layout(pieces, len(gradient), gradient.device), Moments(0.9, 0.999, 1e-6, True)
-    rows = max(piece.row for piece in pieces) + 1
 
     def run() -> None:
         norm = gradient_square_sum(gradient, layout).sqrt()
-        factor = (1 / norm).clamp(max=1.0)
-        if not adapted:
-            adam_update(flat, gradient, layout, moments, 10, 1e-4, factor)
-            return
-        sums = torch.zeros(rows, 2, device="cuda")
-        lamb_begin(flat, gradient, layout, moments, 10, 1e-4, factor, sums)
-        lamb_finish(flat, layout, moments, 10, 1e-4, trust_ratios(sums, moments))
+        update(flat, gradient, layout, moments, 10, 1e-4, (1 / norm).clamp(max=1.0))
 
     return run
 
 
-def optimizer_operation(name: str, bar: float, theirs: dict[str, Callable[[list[Tensor]], Any] | None]) -> Operation:
-    """One step of LAMB or Adam. ``theirs`` build other optimizers of the same parameters, None if not installed."""
+def optimizer_operation(name: str, bar: float) -> Operation:
+    """One step of LAMB or Adam over the same parameters."""
     named, at, pieces = _parameters(), 0, []
     for row, (tensor, matrix) in enumerate(named):
         pieces.append(Piece(at, tensor.numel(), 0.01 * matrix, row if matrix and name == "LAMB" else -1, True))
         at += tensor.numel()
     master = torch.cat([tensor.flatten() for tensor, _ in named])
     flat = Flat(master, torch.zeros_like(master), torch.zeros_like(master), torch.empty_like(master, dtype=torch.half))
-    contenders = {"Lambert": _optimizer_step(flat, torch.randn_like(master).half(), pieces, name == "LAMB")}
-    for who, make in theirs.items():
+    lamb, gradient = name == "LAMB", torch.randn_like(master).half()
+    contenders = {"Lambert": _optimizer_step(flat, gradient, pieces, _lamb_update if lamb else adam_update)}
+    if _apex_has("amp_C"):
+        apexes = apex_optimizers.lamb_update if lamb else apex_optimizers.adam_update
+        contenders[f"Apex Fused{name}, whole step"] = _optimizer_step(flat, gradient, pieces, apexes)
+    for who, make in _other_optimizers(name).items():
         if make is not None:
             tensors = [tensor.requires_grad_() for tensor, _ in named]
             for tensor in tensors:
                 tensor.grad = torch.randn_like(tensor)
             contenders[who] = make(tensors).step
-    again = 4 if name == "LAMB" else 0  # the weights are read again once the norms of their tensor are known
+    again = 4 if lamb else 0  # the weights are read again once the norms of their tensor are known
     return Operation(f"{name}, {at:,} parameters", at * (28 + again), 0, bar, contenders, graph=False)
 
 
@@ -245,6 +293,22 @@ def _installed(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
+
+
+def _apex_has(extension: str) -> bool:
+    """Whether NVIDIA's Apex is installed with this extension."""
+    found = apex.find()
+    return found is not None and found.has(extension)
+
+
+def _other_optimizers(name: str) -> dict[str, Any]:
+    """Optimizers of other libraries, whose steps only update; None for those that are not installed."""
+    deepspeed = f"Fused{name.capitalize()}"  # FusedAdam, FusedLamb
+    found = {
+        f"DeepSpeed {deepspeed}": _installed(f"deepspeed.ops.{name.lower()}", deepspeed),
+        f"Apex Fused{name}": _installed("apex.optimizers", f"Fused{name}") if _apex_has("amp_C") else None,
+    }
+    return found if name == "LAMB" else {"torch AdamW, fused": partial(torch.optim.AdamW, fused=True)} | found
 
 
 def _three(
@@ -267,35 +331,13 @@ OPERATIONS: dict[str, Callable[[], Iterator[Operation]]] = {
             (_real_lengths(512), None),
         )
     ),
-    "layer_norm": lambda: iter([layer_norm_operation()]),
+    "layer_norm": lambda: iter([layer_norm_operation(), plain_layer_norm_operation()]),
+    "mlp": lambda: iter([mlp_operation()]),
     "bias_gelu": lambda: iter([bias_gelu_operation()]),
     "cross_entropy": lambda: iter([cross_entropy_operation()]),
     "embedding": lambda: iter([embedding_operation()]),
-    "adam": lambda: iter(
-        [
-            optimizer_operation(
-                "Adam",
-                3.6,
-                {
-                    "torch AdamW, fused": lambda tensors: torch.optim.AdamW(tensors, fused=True),
-                    "DeepSpeed FusedAdam": _installed("deepspeed.ops.adam", "FusedAdam"),
-                    "Apex FusedAdam": _installed("apex.optimizers", "FusedAdam") if apex.find() else None,
-                },
-            )
-        ]
-    ),
-    "lamb": lambda: iter(
-        [
-            optimizer_operation(
-                "LAMB",
-                4.2,
-                {
-                    "DeepSpeed FusedLamb": _installed("deepspeed.ops.lamb", "FusedLamb"),
-                    "Apex FusedLAMB": _installed("apex.optimizers", "FusedLAMB") if apex.find() else None,
-                },
-            )
-        ]
-    ),
+    "adam": lambda: iter([optimizer_operation("Adam", 3.6)]),
+    "lamb": lambda: iter([optimizer_operation("LAMB", 4.2)]),
 }
 
 
@@ -338,7 +380,7 @@ def main() -> None:
         raise SystemExit("kernels.bench: error: no CUDA device: run this on a machine with a GPU")
     torch.manual_seed(0)
     best, card = ceilings(), torch.cuda.get_device_name()
-    print(f"{card}, torch {torch.__version__}, Triton {triton.__version__}, fp16")
+    print(f"{card}, torch {torch.__version__}, Triton {triton.__version__}, fp16; Apex: {apex.describe(used=True)}")
     print(f"device copy {best.bandwidth / 1e12:.2f} TB/s, matmul {best.products / 1e12:.0f} TFLOP/s; targets: H100\n")
     print(
         "| kernel, forward + backward | implementation | ms | target | rate | floor / time |\n"
