@@ -5,7 +5,8 @@
 BertForPreTraining, ``torch.compile``, bf16 autocast, fused AdamW, padded to the shards' length, its MLM head on the
 masked positions only. The rate warms up and decays linearly over the time; compilation and evaluation do not count.
 With several ``--train`` folders, each gets an equal share of the time, or the shares of ``--shares``, so that the peer
-can follow a schedule of lengths; ``--prior`` gives it Lambert's start of the decoder's bias. One GPU.
+can follow a schedule of lengths; ``--prior`` gives it Lambert's start of the decoder's bias. ``--save`` writes the
+trained model with its tokenizer as a Hugging Face folder. One GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining
 
-from data_prep.manifest import load_manifest, read_histogram
+from data_prep.manifest import TOKENIZER_FOLDER, load_manifest, read_histogram
+from data_prep.tokenizer import load_tokenizer
 from trainer.data.loader import Loader
 from trainer.data.order import Order
 from trainer.model.batch import IGNORED, MicroBatch
@@ -136,6 +138,15 @@ class Training:
         return {"mlm_loss": mlm / targets, "nsp_loss": nsp / pairs, "nsp_accuracy": right / pairs}
 
 
+def save(bert: BertForPreTraining, tokenizer: Path, out: Path) -> None:
+    """Write the model and its tokenizer so that ``trainer.finetune`` and transformers can load them.
+
+    The vocabulary's rows that pad it stay, and no token has their numbers.
+    """
+    bert.save_pretrained(out)
+    load_tokenizer(tokenizer).save(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("out", type=Path)
@@ -148,9 +159,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", help="padded tokens a step, one for each --train (65536)")
     parser.add_argument("--prior", action="store_true", help="start the decoder's bias at the log of the unigrams")
     parser.add_argument("--evaluations", type=int, default=8, help="in each phase (%(default)s)")
+    parser.add_argument("--save", type=Path, help="a new folder for the trained model")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     given = parser.parse_args()
+    if given.save is not None and given.save.exists():
+        parser.error(f"--save {given.save} already exists: name a new folder")
     torch.set_float32_matmul_precision("high")
     held = load_manifest(given.heldout)
     shape = {
@@ -184,6 +198,8 @@ def main() -> None:
             print(json.dumps(curve[-1]), flush=True)
         reader.close()
     given.out.write_text(json.dumps({"rate": given.rate, "curve": curve}))
+    if given.save is not None:
+        save(training.module.bert, given.heldout / TOKENIZER_FOLDER, given.save)
 
 
 if __name__ == "__main__":
