@@ -7,19 +7,17 @@ Hugging Face export → plots. Every stage is a command that a user could type, 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 
+from deploy import stages
+from deploy.stages import Launch, section
 from trainer.monitor.metrics_log import Record, read_lines
 
 CORPUS = Path("deploy/demo/corpus")
@@ -35,6 +33,7 @@ SENTENCES = (
     "The people of the United [MASK] have the right to choose.",
     "It was a dark night, and he could not [MASK] anything.",
 )
+command = partial(stages.command, script="demo")
 
 
 def main() -> int:
@@ -92,10 +91,10 @@ def train_until_killed() -> int:
     Returns the last step whose metrics reached the disk.
     """
     section("Training")
-    process = launch()
+    launched = launch()
     scraped = False
     try:
-        while process.poll() is None:
+        while launched.process.poll() is None:
             time.sleep(0.2)
             lines = read_lines(RUN / "metrics.jsonl") if (RUN / "metrics.jsonl").exists() else []
             saved = [line["step"] for line in lines if line["event"] == "checkpoint"]
@@ -104,26 +103,20 @@ def train_until_killed() -> int:
                 scraped = True
                 print(f"demo: {METRICS} answers: {scrape('lambert_step')}", flush=True)
             if len(saved) > 1 and steps[-1] >= saved[-1] + KILL_AFTER:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                launched.kill()
                 print(f"demo: killed launcher and ranks with SIGKILL after step {steps[-1]}", flush=True)
                 return int(steps[-1])
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        if launched.process.poll() is None:
+            launched.kill()
     raise SystemExit("demo: error: the run ended before it could be killed; see the lines above")
 
 
 def resume() -> None:
     """Run the same command again to its end."""
     section("Resuming with the same command")
-    process = launch()
-    try:
-        if process.wait() != 0:
-            raise SystemExit("demo: error: the resumed run failed; see the lines above")
-    finally:
-        if process.poll() is None:  # Ctrl-C: the ranks are in their own process group
-            os.killpg(process.pid, signal.SIGKILL)
+    if launch().finish() != 0:
+        raise SystemExit("demo: error: the resumed run failed; see the lines above")
 
 
 def compare(killed_at: int) -> None:
@@ -169,28 +162,10 @@ def export() -> None:
     command("python", "-m", "trainer.fill_mask", "--model", EXPORT, *SENTENCES)
 
 
-def launch() -> subprocess.Popen[bytes]:
-    """Start the run under DeepSpeed's launcher, in its own process group.
-
-    Prints Lambert's own lines; all lines go to launcher.log.
-    """
+def launch() -> Launch:
+    """Start the run; its output goes to launcher.log too."""
     ranks = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-    arguments = ["deepspeed", "--num_accelerators", str(ranks), "--module", "trainer", "--config", str(CONFIG)]
-    print(f"$ {' '.join(arguments)}", flush=True)
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    assert process.stdout is not None
-    threading.Thread(target=show, args=(process.stdout,), daemon=True).start()
-    return process
-
-
-def show(stream: IO[bytes]) -> None:
-    """Print Lambert's lines from the launcher's output, and log all of them."""
-    with (ROOT / "launcher.log").open("ab") as log:
-        for line in stream:
-            log.write(line)
-            log.flush()
-            if line.startswith((b"lambert:", b"trainer:")):
-                print(line.decode(errors="replace"), end="", flush=True)
+    return stages.launch(ranks, ROOT / "launcher.log", "--config", CONFIG)
 
 
 def scrape(name: str) -> str:
@@ -201,20 +176,6 @@ def scrape(name: str) -> str:
     if not found:
         raise SystemExit(f"demo: error: {METRICS} has no series {name}")
     return found
-
-
-def section(title: str) -> None:
-    print(f"\n== {title}", flush=True)
-
-
-def command(*arguments: object, quiet: bool = False) -> str:
-    """Print a command and run it; end the demo if it fails. Returns its standard output if ``quiet``."""
-    texts = [str(argument) for argument in arguments]
-    print("$ " + " ".join(f'"{t}"' if " " in t else t for t in texts), flush=True)
-    done = subprocess.run(texts, stdout=subprocess.PIPE if quiet else None, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"demo: error: {texts[2]} ended with code {done.returncode}; see the line above")
-    return done.stdout.decode() if quiet else ""
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""The stages of a script that runs other commands: each is printed as a user could type it, and a failure ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+
+def section(title: str) -> None:
+    """Print the heading of a stage."""
+    print(f"\n== {title}", flush=True)
+
+
+def command(*arguments: object, script: str, quiet: bool = False) -> str:
+    """Print a command and run it; end ``script`` if it fails. Returns its standard output if ``quiet``."""
+    texts = [str(argument) for argument in arguments]
+    print("$ " + " ".join(f'"{t}"' if " " in t else t for t in texts), flush=True)
+    done = subprocess.run(texts, stdout=subprocess.PIPE if quiet else None, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{script}: error: {texts[2]} ended with code {done.returncode}; see the line above")
+    return done.stdout.decode() if quiet else ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run under DeepSpeed's launcher, which has its own process group, and the thread that prints its lines."""
+
+    process: subprocess.Popen[bytes]
+    printer: threading.Thread
+
+    def kill(self) -> None:
+        """Send SIGKILL to launcher and ranks, and wait for the launcher."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def finish(self) -> int:
+        """Wait for the end and return the exit code. If interrupted, as by Ctrl-C, kill launcher and ranks."""
+        try:
+            code = self.process.wait()
+            self.printer.join(timeout=10)
+            return code
+        finally:
+            if self.process.poll() is None:
+                self.kill()
+
+
+def launch(ranks: int, log: Path, *arguments: object, port: int = 29500) -> Launch:
+    """Start ``trainer`` with some ranks on this machine. Prints Lambert's own lines; all lines go to ``log``.
+
+    ``port``: where the ranks meet; DeepSpeed's default unless two runs share the machine.
+    """
+    place = () if port == 29500 else ("--master_port", port)
+    own = ("--num_accelerators", ranks, *place, "--module", "trainer", *arguments)
+    texts = ["deepspeed", *(str(argument) for argument in own)]
+    print(f"$ {' '.join(texts)}", flush=True)
+    process = subprocess.Popen(texts, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    assert process.stdout is not None
+    printer = threading.Thread(target=_show, args=(process.stdout, log), daemon=True)
+    printer.start()
+    return Launch(process, printer)
+
+
+def _show(stream: IO[bytes], path: Path) -> None:
+    """Print Lambert's lines from the launcher's output, and log all of them."""
+    with path.open("ab") as log:
+        for line in stream:
+            log.write(line)
+            log.flush()
+            if line.startswith((b"lambert:", b"trainer:")):
+                print(line.decode(errors="replace"), end="", flush=True)
