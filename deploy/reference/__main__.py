@@ -1,0 +1,240 @@
+"""Runs a recipe from text to fine-tuned scores, in one command.
+
+    python -m deploy.reference --text TEXT --tokenizer TOKENIZER --tasks TASKS --out OUT
+
+Text → shards of each length → pre-training under the ``deepspeed`` launcher → held-out evaluation → Hugging Face export
+→ fine-tuning on every task, over several seeds → scores. Each folder of TASKS has the name of a task of
+``trainer.finetune`` and holds its files. Every stage is a command that a user could type, and is printed as one. After
+a kill, the same command continues; a stage that is done, with the same inputs, is skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from data_prep.manifest import MANIFEST, file_sha256, load_manifest
+from data_prep.options import CommandParser
+from deploy import stages
+from deploy.reference.done import Done, tree_hashes
+from deploy.reference.scores import Score, aligned, draw, score
+from deploy.stages import section
+from trainer.checkpoint.reading import named, step_of
+from trainer.console import silent
+from trainer.errors import TrainerError
+from trainer.exits import REFUSED, STOPPED
+from trainer.finetune import options as finetuning
+from trainer.finetune.tasks import known
+from trainer.ranks.network import free_port
+from trainer.run.config import Config, load
+
+CONFIG = Path("deploy/configs/reference-base.yaml")
+DUPLICATES = {32: 3, 128: 8}  # sequence length: passes over the text, each with its own masks; 5 for others
+RATE = "5e-5"  # of fine-tuning; the rest of a task's recipe is trainer.finetune's
+command = partial(stages.command, script="reference")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all stages in order; returns the exit code."""
+    given = parse(arguments)
+    signal.signal(signal.SIGTERM, stop)  # ends the stage's processes too
+    try:
+        require(given)
+        config = load(given.config)
+        done = Done.open(given.out)
+    except (TrainerError, OSError) as error:
+        print(f"reference: error: {error}", file=sys.stderr)
+        return REFUSED
+    shards = prepare(given, config)
+    pretrain(given, config, shards, done)
+    evaluate(given.out, config, shards, done)
+    export(given.out, done)
+    results = {task.name: finetune(task, given, config.model.max_positions, done) for task in tasks_of(given.tasks)}
+    report(results, given.out)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = CommandParser(prog="python -m deploy.reference", description="Run a recipe from text to scores.")
+    add = parser.add_argument
+    add("--text", type=Path, required=True, help="text files, or a folder of them; see docs/prepare.md")
+    add("--heldout", type=Path, help="other text to evaluate on; by default, a share of the documents is held out")
+    add("--held-out-share", type=float, default=0.01, metavar="X", help="that share (%(default)s)")
+    add("--tokenizer", type=Path, required=True, help="folder of a BERT's tokenizer")
+    add("--tasks", type=Path, required=True, help="folder with a folder for each task of trainer.finetune")
+    add("--out", type=Path, required=True, help="output folder; the same command continues in it")
+    add("--config", type=Path, default=CONFIG, help="the recipe (%(default)s); its data and folder are replaced")
+    add("--seeds", default="1,2,3,4,5", metavar="N,…", help="of fine-tuning (%(default)s)")
+    add("--ranks", type=int, default=1, help="GPUs of this machine, or processes on CPUs (%(default)s)")
+    return parser.parse_args(arguments)
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """End the script on SIGTERM."""
+    raise SystemExit(STOPPED)
+
+
+def require(given: argparse.Namespace) -> None:
+    """Find now what would otherwise fail after hours, such as a task's file. Raises TrainerError."""
+    if shutil.which("deepspeed") is None:
+        raise TrainerError("no deepspeed launcher on the PATH: activate the environment, `. .venv/bin/activate`")
+    for name in ("text", "heldout", "tokenizer", "tasks"):
+        path = getattr(given, name)
+        if path is not None and not path.exists():
+            raise TrainerError(f"--{name} {path} does not exist: name a folder")
+    if not tasks_of(given.tasks):
+        raise TrainerError(f"--tasks {given.tasks} has no folder in it: make one for each task, with the task's name")
+    for folder in tasks_of(given.tasks):
+        try:
+            require_data(folder, given)
+        except TrainerError as error:
+            raise TrainerError(f"--tasks, {folder.name}: {error}") from None
+
+
+def require_data(folder: Path, given: argparse.Namespace) -> None:
+    """Read a task's files. Raises TrainerError for what ``trainer.finetune`` would refuse."""
+    own = {"task": folder.name, "data": folder, "seeds": given.seeds, "model": given.out, "out": given.out}
+    options = finetuning.parse([f"--{name}={value}" for name, value in own.items()])
+    task = known(folder.name).make(options.wish, silent)
+    for path in (options.wish.train, options.dev):
+        task.read(path)
+
+
+def tasks_of(folder: Path) -> list[Path]:
+    """The folder of each task."""
+    return sorted(path for path in folder.iterdir() if path.is_dir())
+
+
+# ---- the stages ------------------------------------------------------------------------------------------------
+
+
+def prepare(given: argparse.Namespace, config: Config) -> dict[str, Path]:
+    """Build training and held-out shards of each length; ``data_prep`` skips what it has made. Returns the folders."""
+    section("Shards")
+    lengths = sorted({phase.sequence_length for phase in config.phases})
+    evaluated = {phase.sequence_length for phase in config.phases if phase.heldout} or {lengths[-1]}
+    made = [("train", length) for length in lengths] + [("heldout", length) for length in sorted(evaluated)]
+    return {f"{part}-{length}": build(given, part, length) for part, length in made}
+
+
+def build(given: argparse.Namespace, part: str, length: int) -> Path:
+    """Build one set of shards: ``part`` is train or heldout. Returns its folder."""
+    out, train = given.out / "shards" / f"{part}-{length}", part == "train"
+    text = given.text if train or given.heldout is None else given.heldout
+    words = ["--input", text, "--tokenizer", given.tokenizer, "--out", out, "--sequence-length", length]
+    if train:
+        words += ["--duplicates", DUPLICATES.get(length, 5)]
+    if given.heldout is None:
+        words += ["--held-out-share", given.held_out_share, "--part", "train" if train else "held-out"]
+    if text == given.text:
+        words += ["--store", given.out / "store"]  # all builds from this text tokenize it once
+    command("python", "-m", "data_prep", "build", *words)
+    return Path(out)
+
+
+def pretrain(given: argparse.Namespace, config: Config, shards: dict[str, Path], done: Done) -> None:
+    """Pre-train, or continue the run; the trainer itself decides whether changed inputs fit its checkpoints."""
+    section("Pre-training")
+    changes = {"run.folder": given.out / "run", "model.vocab_size": vocabulary(shards)}
+    for number, phase in enumerate(config.phases):
+        changes[f"phases.{number}.train"] = shards[f"train-{phase.sequence_length}"]
+        if phase.heldout:
+            changes[f"phases.{number}.heldout"] = shards[f"heldout-{phase.sequence_length}"]
+    sets = [f"{key}={value}" for key, value in changes.items()]
+    inputs = {"config": file_sha256(given.config)} | {n: file_sha256(path / MANIFEST) for n, path in shards.items()}
+    if done.is_done("pretrain", given.out / "run", inputs | {"settings": " ".join(sets)}):
+        return
+    words = [word for each in sets for word in ("--set", each)]
+    log = given.out / "launcher.log"
+    code = stages.launch(given.ranks, log, "--config", given.config, *words, port=free_port("127.0.0.1")).finish()
+    if code != 0:
+        raise SystemExit(f"reference: error: pre-training ended with code {code}; see the lines above, and {log}")
+    done.finish("pretrain")
+
+
+def vocabulary(shards: dict[str, Path]) -> int:
+    """Entries of the tokenizer's vocabulary."""
+    return load_manifest(next(iter(shards.values()))).tokenizer.vocab_size
+
+
+def checkpoint(out: Path) -> dict[str, str]:
+    """The hash of the run's newest checkpoint."""
+    newest = max(named(out / "run"), key=step_of)
+    return {"checkpoint": file_sha256(newest / "checkpoint.json")}
+
+
+def evaluate(out: Path, config: Config, shards: dict[str, Path], done: Done) -> None:
+    """Write the held-out metrics to evaluation.json, at the longest length that has held-out shards."""
+    section("Held-out evaluation")
+    length = max(int(name.removeprefix("heldout-")) for name in shards if name.startswith("heldout-"))
+    heldout, train = shards[f"heldout-{length}"], shards[f"train-{length}"]
+    inputs = checkpoint(out) | {path.name: file_sha256(path / MANIFEST) for path in (heldout, train)}
+    path = out / "evaluation.json"
+    if not done.is_done("evaluate", path, inputs):
+        words = ("--checkpoint", out / "run", "--heldout", heldout, "--train", train)
+        path.write_text(command("python", "-m", "trainer.evaluate", *words, quiet=True), encoding="utf-8")
+        done.finish("evaluate")
+    metrics = json.loads(path.read_text(encoding="utf-8"))
+    print(f"  MLM {metrics['mlm_loss']:.3f} nats, [MASK] only {metrics['mask_loss']:.3f} nats")
+    if "nsp_accuracy" in metrics:
+        print(f"  next sentence {metrics['nsp_accuracy']:.1%}")
+
+
+def export(out: Path, done: Done) -> None:
+    """Write the Hugging Face folder ``OUT/bert``."""
+    section("Hugging Face export")
+    if not done.is_done("export", out / "bert", checkpoint(out)):
+        shutil.rmtree(out / "bert", ignore_errors=True)  # of an older checkpoint
+        command("python", "-m", "trainer.export", "--checkpoint", out / "run", "--out", out / "bert")
+        done.finish("export")
+
+
+def finetune(task: Path, given: argparse.Namespace, positions: int, done: Done) -> dict[str, Any]:
+    """Fine-tune on one task over the seeds; finished runs are kept. Returns the results."""
+    section(f"Fine-tuning: {task.name}")
+    folder, name = given.out / "finetune" / task.name, f"finetune-{task.name}"
+    inputs = {"model": file_sha256(given.out / "bert/model.safetensors")} | tree_hashes(task)
+    if done.changed(name, inputs):
+        shutil.rmtree(folder, ignore_errors=True)  # its runs are of another model, or of other data
+    if not done.is_done(name, folder / "results.json", inputs, given.seeds):
+        words = ("--task", task.name, "--data", task, "--model", given.out / "bert", "--out", folder)
+        longest = ("--max-length", positions) if known(task.name).recipe.length > positions else ()
+        command("python", "-m", "trainer.finetune", *words, "--seeds", given.seeds, "--rates", RATE, *longest)
+        done.finish(name)
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    return results
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------
+
+
+def report(results: dict[str, dict[str, Any]], out: Path) -> None:
+    """Print the table of scores on dev, and write it to scores.json and scores.png."""
+    section("Scores on dev, at each run's best evaluation: mean over seeds ± standard error")
+    rows: dict[str, tuple[str, Score]] = {}
+    values: dict[str, dict[str, float | None]] = {}
+    for task, tree in results.items():
+        measure = tree["measure"]
+        values[task] = {str(run["seed"]): run["figures"].get(measure) for run in tree["runs"]}
+        found = score([value for value in values[task].values() if value is not None])
+        if found is not None:
+            rows[task] = measure, found
+    print(aligned(["task", "metric", "score", "seeds"], [[t, m, s, s.count] for t, (m, s) in rows.items()]))
+    tree = {
+        task: {"metric": measure, "mean": found.mean, "standard_error": found.error, "by_seed": values[task]}
+        for task, (measure, found) in rows.items()
+    }
+    (out / "scores.json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    draw(rows, out / "scores.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The script from text to fine-tuned scores: killed and continued, and what it repeats when its inputs change."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_prep.vocab import train_tokenizer
+from deploy.reference import __main__ as reference
+from deploy.reference.done import Done
+from deploy.reference.scores import aligned, score
+from tests.helpers.finetune_inputs import write_numbers
+from tests.helpers.ranks import ROOT
+from trainer.errors import TrainerError
+from trainer.exits import DONE, REFUSED
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_score_is_the_mean_and_its_standard_error() -> None:
+    assert str(score([0.5, 0.7, 0.9])) == "0.7000 ± 0.1155" and str(score([0.5])) == "0.5000"
+    assert score([]) is None
+    assert aligned(["a", "bc"], [["def", 1]]).splitlines() == ["| a   | bc |", "| --- | --- |", "| def | 1  |"]
+
+
+def test_a_stage_is_done_only_with_the_same_inputs_and_its_product(tmp_path: Path) -> None:
+    product = tmp_path / "out/product"
+    done = Done.open(tmp_path / "out")
+    assert not done.changed("stage", {"a": "1"}) and not done.is_done("stage", product, {"a": "1"})
+    product.touch()
+    assert not Done.open(tmp_path / "out").is_done("stage", product, {"a": "1"})  # begun, but not finished
+    done.finish("stage")
+    again = Done.open(tmp_path / "out")
+    assert again.is_done("stage", product, {"a": "1"}) and again.changed("stage", {"a": "2"})
+    product.unlink()
+    assert not again.is_done("stage", product, {"a": "1"})
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(TrainerError, match="was not made by this script: name a new folder"):
+        Done.open(tmp_path)
+
+
+def test_fine_tuning_keeps_its_runs_unless_the_model_or_the_data_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, task = tmp_path / "out", tmp_path / "rte"
+    folder, calls = out / "finetune/rte", list[tuple[Any, ...]]()
+
+    def run(*words: Any, **more: Any) -> str:
+        calls.append(words)
+        (folder / f"run-{len(calls)}").mkdir(parents=True)
+        (folder / "results.json").write_text("{}")
+        return ""
+
+    def finetune(seeds: str) -> list[str]:
+        reference.finetune(task, argparse.Namespace(out=out, seeds=seeds), 128, done)
+        return sorted(path.name for path in folder.glob("run-*"))
+
+    monkeypatch.setattr(reference, "command", run)
+    done = Done.open(out)
+    (out / "bert").mkdir()
+    task.mkdir()
+    (out / "bert/model.safetensors").write_bytes(b"1")
+    assert finetune("1") == finetune("1") == ["run-1"]  # the second call has nothing to do
+    assert finetune("1,2") == ["run-1", "run-2"]
+    (out / "bert/model.safetensors").write_bytes(b"2")
+    assert finetune("1,2") == ["run-3"]
+    (task / "train.tsv").touch()
+    assert finetune("1,2") == ["run-4"]
+
+
+# ---- the whole script ------------------------------------------------------------------------------------------
+
+RECIPE = {
+    "run": {"name": "tiny", "folder": "elsewhere"},
+    "model": {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 32},
+    "optimizer": {"name": "adam"},
+    "phases": [
+        {"name": "only", "train": "elsewhere", "sequence_length": 32, "global_batch": 8, "micro_batch": 8, "steps": 3}
+        | {"learning_rate": 1e-3}
+    ],
+    "metrics": {"port": None, "log_every_steps": 1},
+}
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """The script on the demo's corpus, as a user starts it, in its own process group."""
+    words = {"text": ROOT / "deploy/demo/corpus", "held-out-share": 0.05, "seeds": "1,2"}
+    words |= {name: folder / name for name in ("tokenizer", "tasks", "out")} | {"config": folder / "tiny.yaml"}
+    command = [sys.executable, "-m", "deploy.reference", *(f"--{name}={value}" for name, value in words.items()), *more]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A tokenizer, a recipe and one task."""
+    corpus = (ROOT / "deploy/demo/corpus/demo_corpus.jsonl").read_text("utf-8").splitlines()
+    train_tokenizer([json.loads(line)["text"] for line in corpus[:8]], 600, cased=False).save(tmp_path / "tokenizer")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE), "utf-8")
+    (tmp_path / "tasks/stsb").mkdir(parents=True)
+    for part, first in (("train", 0), ("dev", 10_000)):
+        write_numbers(tmp_path / f"tasks/stsb/{part}.tsv", 40, first)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
+    """It is killed once pre-training has ended, which is then not repeated."""
+    killed = start(inputs)
+    assert killed.stdout is not None
+    said = ""
+    for line in killed.stdout:
+        said += line
+        if line.startswith("== Held-out evaluation"):
+            os.killpg(killed.pid, signal.SIGKILL)
+            break
+    assert killed.wait() == -signal.SIGKILL, said
+    assert "lambert: done: 3 steps" in said
+    ended = start(inputs)
+    said, _ = ended.communicate(timeout=240)
+    assert ended.returncode == DONE, said
+    assert "== Pre-training\nalready done\n" in said and said.count(": complete") == 2
+    scores = json.loads((inputs / "out/scores.json").read_text())["stsb"]
+    first, second = scores["by_seed"].values()
+    assert scores["mean"] == pytest.approx((first + second) / 2) and first != second
+    assert scores["standard_error"] == pytest.approx(abs(first - second) / 2)
+    assert said.rstrip().splitlines()[-1].startswith(f"| stsb | spearman | {scores['mean']:.4f} ± ")
+    assert (inputs / "out/scores.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((inputs / "out/evaluation.json").read_text())["mlm_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("tasks/stsb/dev.tsv", "--tasks, stsb: --dev is not given, and "),
+        ("tasks/stsb", " has no folder in it: make one for each task"),
+        ("tokenizer", "tokenizer does not exist: name a folder"),
+        ("tiny.yaml", "no configuration at "),
+    ],
+)
+def test_what_is_missing_is_found_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], inputs: Path, change: str, said: str
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(signal, "signal", lambda *words: None)
+    (inputs / change).rename(inputs / "gone")
+    words = ["--text", str(inputs), "--config", str(inputs / "tiny.yaml")]
+    words += [word for name in ("tokenizer", "tasks", "out") for word in (f"--{name}", str(inputs / name))]
+    assert reference.main(words) == REFUSED
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("reference: error: ") and said in line
+    assert not (inputs / "out").exists()
