@@ -2,8 +2,10 @@
 
     python -m trainer.preflight --config run.yaml --hostfile hosts            # one process: what deepspeed will read
     deepspeed --hostfile hosts --module trainer.preflight --config run.yaml   # or torchrun, mpirun, srun, …
+    deepspeed --hostfile hosts --module trainer.preflight --network           # measure the network instead
 
-Ranks meet as the run's ranks do and are refused for the same reasons. Then they time an all-reduce.
+Ranks meet as the run's ranks do and are refused for the same reasons. Then they time an all-reduce. --network has its
+own options, in :mod:`trainer.links.check`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import os
 import shutil
 import socket
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -32,6 +35,7 @@ from trainer.convert.weights import fitting
 from trainer.engine.schedule import samples_in
 from trainer.errors import TrainerError
 from trainer.exits import DONE
+from trainer.links import check
 from trainer.model.bert import Bert
 from trainer.monitor.metrics import MetricsConfig
 from trainer.ranks import hostfile
@@ -41,17 +45,22 @@ from trainer.ranks.network import falls_to_tcp, ports
 from trainer.ranks.world import World, leave, nccl_said, require_shared, settings, together
 from trainer.run.config import to_tree
 from trainer.run.phases import PhaseData, Plan
+from trainer.run.rank_agreement import code
 from trainer.run.resume_checks import identity, require_allowed, require_own_folder, require_same_run
 from trainer.run.start import meet, prepare
 
 MEBIBYTES = 64  # size of the timed all-reduce
 TRIES = 5
+NETWORK = "--network"
 
 
 def main() -> None:
     """Check and report. Exit code 0 if the run can start, 2 with one line if it cannot."""
     write_whole_lines()
+    if NETWORK in sys.argv[1:]:
+        check.main(code())
     parser = CommandParser(prog="python -m trainer.preflight", description=__doc__.split("\n")[0])
+    parser.add_argument(NETWORK, action="store_true", help=f"measure the network; {NETWORK} --help lists its options")
     parser.add_argument("--config", required=True, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
     parser.add_argument("--hostfile", type=Path, help="check deepspeed's host file and .deepspeed_env on this node")
