@@ -57,6 +57,12 @@ def cluster(count: int) -> Iterator[list[Node]]:
         _remove(mark)
 
 
+def limit(node: Node, rate: str) -> bool:
+    """Limit what a node sends to a rate such as ``400mbit``. False if the machine cannot do that."""
+    words = ["qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+    return shutil.which("tc") is not None and not subprocess.run(["tc", "-n", node.namespace, *words]).returncode
+
+
 def _connect(mark: str, count: int) -> list[Node]:
     """Create a switch with a cable to each node and one to this process's network.
 

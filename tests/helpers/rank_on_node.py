@@ -21,14 +21,14 @@ CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000  # of sched.h
 
 def main() -> None:
     namespaces, address, *arguments = sys.argv[1:]
-    _enter(namespaces.split(",")[int(os.environ["RANK"])])
+    enter(namespaces.split(",")[int(os.environ["RANK"])])
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
     os.environ["GLOO_SOCKET_IFNAME"] = nodes.INTERFACE
     sys.argv = ["trainer", *arguments]
     program.main()
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
     """Move this thread, the only one so far, and those it starts; there, the host name is the namespace's name."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
