@@ -14,8 +14,9 @@ from pathlib import Path
 
 from data_prep.build import build
 from data_prep.combining_marks import LIMIT, loss
-from data_prep.corpus import Reading, read_paragraphs
+from data_prep.corpus import read_paragraphs
 from data_prep.errors import DataError, shortage
+from data_prep.formats import Reading
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
 from data_prep.manifest import load_manifest
 from data_prep.metrics import BuildMetrics, check_textfile, push, serve, write_textfile

@@ -41,8 +41,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.cleaning import clean
-from data_prep.corpus import Reading, read_chunks
+from data_prep.corpus import read_chunks
 from data_prep.errors import DataError
+from data_prep.formats import Reading
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.measured_run import MeasuredRun, run_measured
 from data_prep.options import CommandParser, check_place, check_range

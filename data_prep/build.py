@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
-from data_prep.corpus import Reading, read_chunks
+from data_prep.corpus import read_chunks
 from data_prep.draws import shuffled
 from data_prep.errors import DataError, KilledError
+from data_prep.formats import Reading
 from data_prep.job import (
     FINGERPRINT,
     WORK,

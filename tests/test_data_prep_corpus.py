@@ -22,10 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_prep import corpus, lines
+from data_prep import formats, lines
 from data_prep.cleaning import clean
-from data_prep.corpus import LONGEST_PARAGRAPH, Reading, read_chunks, read_paragraphs
+from data_prep.corpus import read_chunks, read_paragraphs
 from data_prep.errors import DataError
+from data_prep.formats import LONGEST_PARAGRAPH, Reading
 from data_prep.lines import read_blocks
 from data_prep.sources import Source, Where, find_sources, parse_where
 from tests.helpers.ranks import ROOT
@@ -232,7 +233,8 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from data_prep.cleaning import clean
-from data_prep.corpus import Reading, read_chunks
+from data_prep.corpus import read_chunks
+from data_prep.formats import Reading
 from data_prep.sources import Source
 from data_prep.sentences import split_sentences
 cut = 0
@@ -423,7 +425,7 @@ def test_a_record_beyond_the_limit_is_an_error(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' + json.dumps({"text": "word " * 1000}))
     assert len(texts(path)) == 2
-    monkeypatch.setattr(corpus, "LONGEST_RECORD", 2000)
+    monkeypatch.setattr(formats, "LONGEST_RECORD", 2000)
     with pytest.raises(DataError, match=r"a.jsonl, line 2: longer than 2,000 bytes"):
         texts(path)
 
