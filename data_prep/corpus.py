@@ -12,6 +12,7 @@ from pathlib import Path
 from data_prep.formats import Paragraph, Reading, article_of, read_articles, read_records, read_rows, read_text
 from data_prep.lines import read_head
 from data_prep.sources import Source, format_of
+from data_prep.tars import read_tar
 
 CHUNK_CHARACTERS = 1 << 18  # given to a worker at once
 
@@ -63,7 +64,7 @@ def read_paragraphs(source: Source, reading: Reading, left: Counter[str] | None 
 
     Args:
         left: counters to increment: "blank" records, "unwanted" records (rejected by ``reading.where``) and "titles" of
-            articles, which are left out, and lines of "markup" that are read as text.
+            articles, which are left out, lines of "markup" that are read as text, and what `tars.read_tar` counts.
 
     Raises DataError with file and line (or row) for text that is not UTF-8 if ``reading`` is strict, for invalid JSON
     and for a missing text field, and with the file name for a file that is damaged or truncated.
@@ -77,6 +78,8 @@ def _read(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Ite
     match format_of(path.name, reading.format):
         case "parquet":
             return read_rows(disk, path, reading, left)
+        case "tar":
+            return read_tar(disk, path, reading, left)
         case "jsonl":
             return read_records(disk, path, reading, left)
         case "wikiextractor":

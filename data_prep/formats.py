@@ -21,18 +21,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from itertools import repeat
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePath
+from typing import IO, Any, NamedTuple
 
 from data_prep.encoding import flaw, read_utf8
 from data_prep.errors import DataError, shortage
 from data_prep.json_text import parse_json
-from data_prep.lines import NEAR, LineBlock, read_blocks
+from data_prep.lines import NEAR, LineBlock, read_blocks, read_whole
 from data_prep.sources import Where
 
 LONGEST_PARAGRAPH = 1 << 20  # bytes of a line of .txt, characters of any other paragraph; a longer one is cut
 LONGEST_RECORD = 1 << 27  # bytes of a line of .jsonl: it has to be parsed in one piece
 BATCH_BYTES, BATCH_ROWS = 1 << 22, 256  # of .parquet read at once: about this many bytes, at most this many rows
+ONE_LINE = "write one record per line"
+ONE_RECORD = "in a tar, a .json is one record; name JSON lines .jsonl"
 REPLACEMENT = "\ufffd"
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can encode half of a surrogate pair; UTF-8 can't
 MARKUP = ("<doc ", "</doc>", "<DOC>", "<!DOCTYPE", "<html", "<mediawiki", "WARC/1.", '{"')  # starts of markup
@@ -61,8 +63,10 @@ class Paragraph(NamedTuple):
     cut: int  # 1 if it is the continuation of a paragraph that was too long, else 0
 
 
-def read_text(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
-    """Plain text; see `corpus.read_paragraphs` for ``left`` and the errors."""
+def read_text(
+    disk: IO[bytes], path: PurePath, reading: Reading, left: Counter[str], whole: bool = False
+) -> Iterator[Paragraph]:
+    """Plain text; see `corpus.read_paragraphs` for ``left`` and the errors. ``whole``: it is one document."""
     first, written = True, False  # does a document start; did the line that continues into this block have any text
     for block in read_blocks(disk, path, LONGEST_PARAGRAPH):
         for line, replaced in _decode_lines(block, path, reading):
@@ -73,10 +77,12 @@ def read_text(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) ->
                 yield Paragraph(first, text, replaced, int(written))
                 first, written = False, not block.ends
             elif block.ends:
-                first, written = first or not written, False
+                first, written = first or not (written or whole), False
+    if whole and first:
+        left["blank"] += 1
 
 
-def read_articles(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
+def read_articles(disk: IO[bytes], path: PurePath, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
     """wikiextractor's text: an article from <doc …> to </doc>, one paragraph per line; the first line is the title.
 
     An article is a document; its title is left out, as it is not a sentence. Text outside articles is read as in .txt.
@@ -120,7 +126,7 @@ def article_of(text: str) -> str:
     return _unescape(text).replace("\n", "\n\n")
 
 
-def _decode_lines(block: LineBlock, path: Path, reading: Reading) -> Iterable[tuple[str, int]]:
+def _decode_lines(block: LineBlock, path: PurePath, reading: Reading) -> Iterable[tuple[str, int]]:
     text = read_utf8(block.data)
     if text is not None:
         return zip(text.split("\n"), repeat(0))
@@ -131,7 +137,7 @@ def _decode_lines(block: LineBlock, path: Path, reading: Reading) -> Iterable[tu
 
 
 def read_records(
-    disk: FileIO, path: Path, reading: Reading, left: Counter[str], edit: Callable[[str], str] = str
+    disk: IO[bytes], path: PurePath, reading: Reading, left: Counter[str], edit: Callable[[str], str] = str
 ) -> Iterator[Paragraph]:
     """JSON lines. ``edit`` is applied to the text of each record."""
     for block in read_blocks(disk, path, LONGEST_RECORD):
@@ -149,20 +155,40 @@ def read_records(
                 yield from _document(edit(text), replaced, place, reading, left)
 
 
-def _text_of(line: str, place: str, reading: Reading) -> str | None:
-    """The text of a JSON line; None if its record is not wanted."""
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        reason = str(error).replace("line 1 ", "")
-        raise DataError(f"{place}: not JSON ({reason}); write one record per line") from None
-    field = reading.text_field
+def read_record(disk: IO[bytes], path: PurePath, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:
+    """A file of JSON that is one record, on one line or more."""
+    data, replaced = _decode(read_whole(disk, path, LONGEST_RECORD), str(path), reading)
+    text = _text_of(data, str(path), reading, ONE_RECORD)
+    if text is None:
+        left["unwanted"] += 1
+    else:
+        yield from _document(text, replaced, str(path), reading, left)
+
+
+def is_wanted(disk: IO[bytes], path: PurePath, reading: Reading) -> bool:
+    """Whether a file of JSON is one record that ``reading.where`` selects."""
+    data, _ = _decode(read_whole(disk, path, LONGEST_RECORD), str(path), reading)
+    record = _parse(data, str(path), ONE_RECORD)
+    return isinstance(record, dict) and _matches(record, reading.where)
+
+
+def _text_of(data: str, place: str, reading: Reading, remedy: str = ONE_LINE) -> str | None:
+    """The text of a record in JSON; None if the record is not wanted."""
+    record, field = _parse(data, place, remedy), reading.text_field
     if isinstance(record, dict) and not _matches(record, reading.where):
         return None
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{place}: wanted an object with a string field "{field}"')
     return text
+
+
+def _parse(data: str, place: str, remedy: str) -> Any:
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        reason = str(error).replace("line 1 ", "")
+        raise DataError(f"{place}: not JSON ({reason}); {remedy}") from None
 
 
 def read_rows(disk: FileIO, path: Path, reading: Reading, left: Counter[str]) -> Iterator[Paragraph]:

@@ -26,6 +26,7 @@ LABELS = {  # by is_next
 }
 OF_FILES = (  # counts of SourceRecord
     *("tokens", "unknown", "empty", "cut", "replaced", "cleaned", "blank", "unwanted", "titles", "stripped"),
+    *("members", "metadata"),
 )
 
 
@@ -49,6 +50,8 @@ def describe(manifest: Manifest) -> Iterator[str]:
         _amount(total["blank"], "document") + " without visible text left out",
         _amount(total["unwanted"], "record") + f" without {settings.where} left out",
         _amount(total["titles"], "title") + " of articles left out",
+        _amount(total["members"], "member") + " of tars left out, not text",
+        _amount(total["metadata"], "member") + " of tars read as metadata",
         _amount(plan.unmaskable, "sample") + " without anything to predict left out",
     ]
     yield "changed: " + (", ".join(line for line in changed if not line.startswith("0 ")) or "nothing")

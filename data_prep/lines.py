@@ -7,17 +7,20 @@ import codecs
 import gzip
 import io
 import lzma
+import tarfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from pathlib import Path, PurePath
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import zstandard
 
 from data_prep.errors import DataError, shortage
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zstd")
-DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # errors from reading a damaged file
+# Errors from reading a damaged file, alone or in a tar.
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError, tarfile.TarError)
+REMEDY = "fetch or compress it again, or move it out of the input"
 NEAR = 1 << 12  # bytes before the length limit in which to look for a space to cut at
 BLOCK_BYTES = 1 << 18
 READ_BYTES = 1 << 16  # read at once from the disk
@@ -35,7 +38,7 @@ class LineBlock(NamedTuple):
     ends: bool  # whether the last line ends here
 
 
-def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[LineBlock]:
+def read_blocks(disk: IO[bytes], path: PurePath, longest: int) -> Iterator[LineBlock]:
     """The lines of the file ``disk`` at ``path``, without a byte order mark, in blocks for speed.
 
     A line of more than ``longest`` bytes comes in pieces, cut before a nearby space if possible and never within a
@@ -47,7 +50,7 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[LineBlock
     number, column, rest = 1, 0, b""
     block_bytes = min(BLOCK_BYTES, longest)  # so that only the first line of a block can be too long
     try:
-        file = _unpack(disk, path.suffix.lower())
+        file = unpack(disk, path.suffix.lower())
         rest = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
         while more := file.read(max(block_bytes, len(rest))):  # avoids copying a long line for each block
             rest += more
@@ -62,10 +65,25 @@ def read_blocks(disk: io.FileIO, path: Path, longest: int) -> Iterator[LineBlock
     except DAMAGE as error:
         if shortage(error):
             raise
-        remedy = "fetch or compress it again, or move it out of the input"
-        raise DataError(f"{path}: cannot be read after line {number - 1} ({error}); {remedy}") from None
+        raise DataError(f"{path}: cannot be read after line {number - 1} ({error}); {REMEDY}") from None
     if rest:
         yield LineBlock(number, column, rest.removesuffix(b"\n"), True)  # the whole file may be shorter than a block
+
+
+def read_whole(disk: IO[bytes], path: PurePath, longest: int) -> bytes:
+    """The content of a small file, without a byte order mark.
+
+    Raises DataError if it has more than ``longest`` bytes, or as `read_blocks` does.
+    """
+    try:
+        data = unpack(disk, path.suffix.lower()).read(longest + 1)
+    except DAMAGE as error:
+        if shortage(error):
+            raise
+        raise DataError(f"{path}: cannot be read ({error}); {REMEDY}") from None
+    if len(data) > longest:
+        raise DataError(f"{path}: longer than {longest:,} bytes; split it")
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def read_head(path: Path) -> LineBlock | None:
@@ -83,26 +101,27 @@ def _cut_before(data: bytes, end: int) -> int:
     return next(starts, end)  # if none of four bytes starts a character, it is not UTF-8
 
 
-def _unpack(disk: io.FileIO, suffix: str) -> BinaryIO:
-    if suffix in COMPRESSED and not disk.read(1):
+def unpack(disk: IO[bytes], suffix: str) -> BinaryIO:
+    """The content of a file that was just opened, decompressed as ``suffix`` says."""
+    file = io.BufferedReader(cast(io.RawIOBase, disk), READ_BYTES)
+    if suffix in (*COMPRESSED, ".tgz") and not file.peek(1):
         raise EOFError("it is empty, which no compressed file is")
-    disk.seek(0)
     match suffix:
-        case ".gz":
-            return cast(BinaryIO, gzip.GzipFile(fileobj=disk))
+        case ".gz" | ".tgz":
+            return cast(BinaryIO, gzip.GzipFile(fileobj=file))
         case ".bz2":
-            return cast(BinaryIO, bz2.BZ2File(disk))
+            return cast(BinaryIO, bz2.BZ2File(file))
         case ".xz":
-            return cast(BinaryIO, lzma.LZMAFile(disk))
+            return cast(BinaryIO, lzma.LZMAFile(file))
         case ".zst" | ".zstd":
-            return io.BufferedReader(_ZstdFile(disk), READ_BYTES)
-    return io.BufferedReader(disk, READ_BYTES)
+            return io.BufferedReader(_ZstdFile(file), READ_BYTES)
+    return file
 
 
 class _ZstdFile(io.RawIOBase):
     """Decompresses zstd frames. The reader of `zstandard` won't do: it accepts a truncated file as complete."""
 
-    def __init__(self, disk: io.FileIO) -> None:
+    def __init__(self, disk: BinaryIO) -> None:
         self._disk = disk
         self._frame: Any = None  # decompressor of the current frame
         self._packed = b""

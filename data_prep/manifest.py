@@ -59,6 +59,8 @@ class SourceRecord:
     markup: int = field(default=0, metadata=LATER)  # lines of markup that were read as text
     stripped: int = field(default=0, metadata=LATER)  # combining marks (accents, vowel signs) that the tokenizer strips
     stripped_other: int = field(default=0, metadata=LATER)  # marks of scripts other than Latin, Greek and Cyrillic
+    members: int = field(default=0, metadata=LATER)  # members of a tar that are not text, left out
+    metadata: int = field(default=0, metadata=LATER)  # members of a tar that hold the metadata of a text
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ ENDINGS = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
+    ".tar": "tar",
 }
 FORMATS = ("auto", "text", "jsonl", "parquet", "wikiextractor")  # auto: by the extension alone
 WANTED = (
@@ -119,7 +120,7 @@ def format_of(name: str, format: str = "auto") -> str | None:
 
     Plain text counts as wikiextractor's if ``format`` says so: its output is often renamed to .txt.
     """
-    ending, packing = _endings(name)
+    ending, packing = endings(name)
     known = ENDINGS.get(ending)
     if known == "parquet" and packing:  # Parquet can't be read from a stream
         known = None
@@ -138,14 +139,16 @@ def parse_where(condition: str | None) -> Where:
     return field, value
 
 
-def _endings(name: str) -> tuple[str, str]:
+def endings(name: str) -> tuple[str, str]:
     """The extension for the format and the one for the compression, in lower case; "" for none."""
     path = PurePath(name.lower())
+    if path.suffix == ".tgz":
+        return ".tar", ".gz"
     return (path.with_suffix("").suffix, path.suffix) if path.suffix in COMPRESSED else (path.suffix, "")
 
 
 def _shown(name: str) -> str:
-    ending, packing = _endings(name)
+    ending, packing = endings(name)
     return (ending if AN_ENDING.fullmatch(ending) else "") + packing
 
 
@@ -158,7 +161,7 @@ def _refuse_misfits(sources: list[Source], where: Where, format: str) -> None:
             raise DataError(f"--where selects on a field of records, and {source.path} is plain text")
         if source.name.encode("utf-8", "replace").decode() != source.name:  # the manifest is UTF-8
             raise DataError(f"input {str(source.path)!a}: its name is not UTF-8; rename it")
-        if _endings(source.name)[0] == ".json":
+        if endings(source.name)[0] == ".json":
             _refuse_whole(source.path)
 
 

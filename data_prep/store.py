@@ -3,7 +3,7 @@
 Raw files: ``ids`` (uint16, or uint32 for a large vocabulary), ``continues`` (uint8, 1 where a token continues a
 word), ``sentences`` (int64, where each sentence starts in ids, and the end), ``documents`` (int64, where each
 document starts in sentences, and the end), ``digests`` (16 bytes per document, a hash of its text); and
-``counts.npy``, written last: int64[text files, 12], the columns of `Counted`.
+``counts.npy``, written last: int64[text files, 14], the columns of `Counted`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Counted(IntEnum):
     MARKUP = 9  # lines of markup that were read as text
     STRIPPED = 10  # combining marks that the tokenizer strips
     STRIPPED_OTHER = 11  # marks of scripts other than Latin, Greek and Cyrillic
+    MEMBERS = 12  # members of a tar that are not text, left out
+    METADATA = 13  # members of a tar that hold the metadata of a text
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class TokenizedChunk:
     lengths: NDArray[np.int64]  # [sentences] tokens
     documents: NDArray[np.int64]  # [sentences] number of the document
     digests: Mapping[int, bytes | bytearray]  # of the paragraphs of each document, concatenated
-    counted: NDArray[np.int64]  # [12]; until `write_store`, BLANK counts all documents that begin here
+    counted: NDArray[np.int64]  # [14]; until `write_store`, BLANK counts all documents that begin here
 
 
 def id_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -114,6 +116,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, sha256: str, language: str, gi
     counted = [len(ids), np.count_nonzero(ids == unknown), np.count_nonzero(~seen), cut, chunk.replaced, cleaned]
     blank, *others = (chunk.left.get(name, 0) for name in ("blank", "unwanted", "titles", "markup"))
     counted += [chunk.documents + blank, *others]
+    of_tar = [chunk.left.get(name, 0) for name in ("members", "metadata")]
     return TokenizedChunk(
         source=chunk.source,
         read=chunk.read,
@@ -122,7 +125,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: Path, sha256: str, language: str, gi
         lengths=lengths[seen],
         documents=documents[seen],
         digests=digests,
-        counted=np.array([*counted, *marks], np.int64),
+        counted=np.array([*counted, *marks, *of_tar], np.int64),
     )
 
 

@@ -138,7 +138,7 @@ def test_inputs_that_would_spoil_the_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.md").write_text("text")
     (tmp_path / "empty").mkdir()
-    kinds = "wanted .txt, .text, .jsonl, .ndjson, .json, plain or with .gz, .bz2, .xz, .zst, .zstd, or .parquet; "
+    kinds = "wanted .txt, .text, .jsonl, .ndjson, .json, .tar, plain or with .gz, .bz2, .xz, .zst, .zstd, or .parquet; "
     for inputs, where, message in (
         ([tmp_path, tmp_path / "a.txt"], None, "is given twice"),
         ([tmp_path], ("split", "train"), "selects on a field"),
