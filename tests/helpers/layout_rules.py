@@ -18,7 +18,7 @@ PACKAGES = ("data_prep", "kernels", "trainer")
 FOLDERS = (*PACKAGES, "deploy", "docker", "tests")
 # The modules of data_prep that the trainer may import: the contract of a data set and its masks, what a remote
 # server of one may do, and the code for metrics, log lines and text that both share.
-CONTRACT = "atomic draws encoding endpoint errors json_text manifest masking options retries servers shards"
+CONTRACT = "atomic downloads draws encoding endpoint errors json_text manifest masking options retries servers shards"
 DATA_SET = {*CONTRACT.split(), "stock", "streams", "tokenizer"}
 STOCK = ("data_prep/stock.py",)  # imports webdataset, inside the functions that use it: the library imports torch
 # The folders of the trainer: each may import from those before it, and from the files that every part uses. The

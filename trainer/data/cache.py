@@ -37,11 +37,12 @@ from data_prep.manifest import (
 from data_prep.shards import SHARD_PREFIX, index_limit, index_path, tar_path
 from data_prep.tokenizer import TOKENIZER_FILES, load_proven
 from trainer.bounds import outside
-from trainer.data.remote import DOWNLOAD_POLL_SECONDS, Remote
+from trainer.data.remote import Remote
 from trainer.errors import PassingError, TrainerError, exit_code, shortage
 from trainer.exits import FAILED
 
 FETCHERS = 4  # shards that a rank fetches at once
+LOCK_POLL_SECONDS = 0.05  # between two attempts to lock a shard
 ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 
 
@@ -140,7 +141,7 @@ class Cache:
         try:
             while not self._share(shard, lock):
                 if not _try_lock(lock, fcntl.LOCK_EX):  # another process fetches or removes it: check again
-                    if self.remote.ended.wait(DOWNLOAD_POLL_SECONDS):
+                    if self.remote.ended.wait(LOCK_POLL_SECONDS):
                         raise TrainerError(f"{self.remote.address}: the run is ending")
                 elif not self._is_whole(shard):
                     self._fetch(shard, lock, asked)

@@ -7,16 +7,13 @@ gs://bucket/folder    needs gcsfs; az://container/folder needs adlfs
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import secrets
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from data_prep.atomic import TEMPORARY, sync
 from data_prep.errors import DataError
@@ -24,13 +21,8 @@ from data_prep.manifest import file_sha256
 from data_prep.retries import is_hopeless, patiently, shown
 from trainer.errors import PassingError, TrainerError
 
-if TYPE_CHECKING:
-    from data_prep.servers import Bound
-
 WAITS = (1, 2, 4, 8)  # seconds between two attempts
-DOWNLOAD_POLL_SECONDS = 0.05  # seconds between two checks of a download
 ASKERS = 16  # concurrent requests for file sizes
-SLOWEST = 20_000  # bytes per second: a slower download has stalled
 LISTED = 1000  # names that a server should list within one stall time
 
 
@@ -46,7 +38,7 @@ def is_remote(place: str) -> bool:
 class Remote:
     """An opened address of a published data set.
 
-    ``stall``: seconds after which an attempt fails if it is slower than SLOWEST bytes per second. ``redirects``:
+    ``stall``: seconds after which an attempt fails if it is slower than `downloads.SLOWEST`. ``redirects``:
     origins, besides its own, that the server may redirect to.
     """
 
@@ -73,9 +65,11 @@ class Remote:
             raise _failure(f"{self.address}/{key}", error, tried) from None
 
     def _fetch(self, key: str, target: Path, sha256: str | None, limit: int, size: int | None) -> None:
+        from data_prep.downloads import download
+
         temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{TEMPORARY}")
         try:
-            self._download(key, temporary, limit)
+            download(self.fs, f"{self.root}/{key}", temporary, limit, self.stall, self.ended)
             _prove(temporary, sha256, size)
             temporary.replace(target)
         finally:
@@ -106,59 +100,6 @@ class Remote:
             return True, ask(self.fs, self.stall, "info", f"{self.root}/{key}")["size"]
         except FileNotFoundError as error:  # raised for any error status; only 404 means that the file is absent
             return getattr(error.__cause__, "status", None) != 404, None
-
-    def _download(self, key: str, path: Path, limit: int) -> None:
-        """Make one attempt. Aborts a file that grows too large or too slowly, whatever the driver's limits."""
-        from data_prep.servers import Bound
-
-        bound = Bound(limit)
-        task = self._begin(f"{self.root}/{key}", path, bound)
-        size, since = 0, time.monotonic()
-        while not wait([task], DOWNLOAD_POLL_SECONDS).done:
-            length, written = _lengths(path)
-            now = max(bound.value, written)
-            if now - size >= self.stall * SLOWEST:
-                size, since = now, time.monotonic()
-            failure: Exception | None = None
-            if length > limit:  # from a driver that does not report progress
-                failure = bound.refusal()
-            elif time.monotonic() - since > self.stall:
-                failure = TimeoutError(f"{now - size:,} bytes in {self.stall:g} s, after {size:,}")
-            elif self.ended.is_set():
-                failure = TimeoutError("the run is ending")
-            if failure:
-                bound.limit = -1  # a task that cannot be cancelled ends at its next block
-                task.add_done_callback(lambda _: path.unlink(missing_ok=True))  # it may create the file only now
-                task.cancel()
-                raise failure
-        task.result()
-
-    def _begin(self, name: str, path: Path, bound: Bound) -> Future[None]:
-        if self.fs.async_impl:
-            return asyncio.run_coroutine_threadsafe(_receive(self.fs, name, path, bound), self.fs.loop)
-        from fsspec import AbstractFileSystem
-
-        pool = ThreadPoolExecutor(1, thread_name_prefix="download")
-        task = pool.submit(AbstractFileSystem.get_file, self.fs, name, str(path), bound)  # in blocks, each counted
-        pool.shutdown(wait=False)
-        return task
-
-
-def _lengths(path: Path) -> tuple[int, int]:
-    """Return a file's length and its bytes on disk, which are fewer if a driver allocated its full length first."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return found.st_size, found.st_blocks * 512
-
-
-async def _receive(fs: Any, name: str, path: Path, bound: Bound) -> None:
-    try:
-        await fs._get_file(name, str(path), callback=bound)
-    except BaseException:
-        path.unlink(missing_ok=True)  # also when cancelled: nobody else waits for it then
-        raise
 
 
 def _prove(path: Path, sha256: str | None, size: int | None) -> None:
