@@ -39,7 +39,9 @@ def shortage(error: BaseException | None) -> str:
 
     Also checks the errors that caused ``error``. These errors may be temporary, so a retry may succeed.
     """
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # a driver may put an error into its own chain
+        seen.add(id(error))
         if isinstance(error, MemoryError):
             return SHORTAGES[errno.ENOMEM]
         if isinstance(error, OSError) and error.errno in SHORTAGES:
