@@ -17,6 +17,7 @@ from data_prep.combining_marks import LIMIT, loss
 from data_prep.corpus import read_paragraphs
 from data_prep.errors import DataError, shortage
 from data_prep.formats import Reading
+from data_prep.inputs import find_inputs
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
 from data_prep.manifest import load_manifest
 from data_prep.metrics import BuildMetrics, check_textfile, push, serve, write_textfile
@@ -41,7 +42,8 @@ from text to shards:
 
 The text is UTF-8, plain or compressed (.gz, .bz2, .xz, .zst), in .txt or .text files (a blank line between
 documents) or .jsonl, .ndjson or .json files (one document per line, in the field "text"); or it is in .parquet
-files (one document per row, in the column "text"). wikiextractor's wiki_00 files need --format wikiextractor."""
+files (one document per row, in the column "text"), or in .tar files (WebDataset's samples). wikiextractor's
+wiki_00 files need --format wikiextractor."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,8 +80,9 @@ def _vocab(options: argparse.Namespace) -> int:
     check_range("--multiple-of", options.multiple_of, 1, LARGEST_MULTIPLE)
     check_range("--character-coverage", options.character_coverage, 0, 1)
     reading = Reading(parse_where(options.where), options.text_field, options.bad_bytes, options.format)
-    sources = find_sources(options.input, reading.where, reading.format)
-    say_left_out(find_left_out(options.input, reading.format))
+    inputs = find_inputs(options.input, options.downloads, options.redirects, reading.format)
+    sources = find_sources(inputs, reading.where, reading.format)
+    say_left_out(find_left_out(inputs, reading.format))
     left = {source.name: Counter[str]() for source in sources}
     paragraphs = (
         paragraph.text for source in sources for paragraph in read_paragraphs(source, reading, left[source.name])
@@ -111,10 +114,9 @@ def _build(options: argparse.Namespace) -> int:
     metrics = BuildMetrics(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:
         check_textfile(options.metrics_file)
+    inputs = find_inputs(options.input, options.downloads, options.redirects, settings.format)
     with serve(metrics, options.metrics_port, options.metrics_address), push(metrics, options.metrics_push):
-        manifest = build(
-            options.input, options.tokenizer, options.out, settings, options.processes, options.store, metrics
-        )
+        manifest = build(inputs, options.tokenizer, options.out, settings, options.processes, options.store, metrics)
     if options.metrics_file:
         write_textfile(metrics, options.metrics_file)
     seconds = time.monotonic() - start
@@ -177,7 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     corpus = CommandParser(add_help=False)
     add = corpus.add_argument_group("text").add_argument
-    add("--input", nargs="+", type=Path, required=True, metavar="PATH", help="text files, or folders of text files")
+    named = "text files, folders of text files, or https:// and s3:// addresses; a-{00..99}.tar names 100 files"
+    add("--input", nargs="+", required=True, metavar="PATH", help=named)
+    add("--downloads", type=Path, metavar="DIR", help="keep copies of the files at addresses here, also for other runs")
+    add("--redirects", nargs="+", default=(), metavar="URL", help="other servers that an address may redirect to")
     add("--text-field", default="text", metavar="NAME", help="field or column with the text (%(default)s)")
     add("--where", metavar="FIELD=VALUE", help="take only the records with this field")
     add(

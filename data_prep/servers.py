@@ -119,7 +119,7 @@ def _stay_at(allowed: set[Any]) -> Callable[..., Awaitable[Any]]:
         if request.url.origin() not in allowed:
             raise RefusedError(
                 f"the server redirects to {request.url.origin()}; name that address itself, or add it to "
-                "cache.redirects if you trust it"
+                "cache.redirects or --redirects if you trust it"
             )
         answer = await send(request)
         coding = answer.headers.get("Content-Encoding", "identity").strip().lower()

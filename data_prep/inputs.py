@@ -1,0 +1,234 @@
+"""Turns what the command line names as input into files on disk: number ranges into names, addresses into copies.
+
+    corpus-{000..127}.tar           128 files, in this order
+    https://host/corpus.tar         needs aiohttp
+    s3://bucket/corpus.tar          needs s3fs; keys and AWS_ENDPOINT_URL_S3 as in `data_prep/publish.py`
+
+A file of a server is downloaded as a whole into a folder that the user names, and kept for other builds: a build
+reads its text twice, once to hash it, and usually follows a `vocab` and other builds. A file that the server changes
+(by its size, ETag or time) is downloaded again. Files under way have a temporary name, so a rerun fetches only what is
+missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep.atomic import TEMPORARY, sync
+from data_prep.errors import DataError
+from data_prep.retries import Result, is_hopeless, patiently, shown
+from data_prep.sources import WANTED, format_of
+from data_prep.workers import show_progress
+
+RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}")
+ORIGIN = re.compile(r"https?://[^/?#@\s]+/?")
+MOST_FILES = 1_000_000  # that a pattern may name
+WAITS = (1, 2, 4, 8)  # seconds between two attempts
+STALL = 60.0  # seconds after which an attempt fails if no answer comes, or the download is too slow
+FETCHERS = 8  # files that are downloaded, or asked for, at once
+ABANDONED = 3600  # seconds without a byte, after which a temporary file is the leftover of a killed command
+MOST_NAMED = 3  # missing files in one error line
+VERSION_FIELDS = ("ETag", "etag", "LastModified", "Last-Modified", "mtime", "updated")  # how drivers spell them
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A file of a server: its address, its size in bytes, and the place of its copy on disk."""
+
+    fs: Any  # fsspec has no types
+    name: str  # in ``fs``
+    address: str
+    size: int
+    path: Path
+
+
+def find_inputs(
+    given: Iterable[str], downloads: Path | None, redirects: Sequence[str] = (), format: str = "auto"
+) -> list[Path]:
+    """The files and folders that ``given`` names, in its order, with addresses replaced by copies in ``downloads``.
+
+    Args:
+        redirects: origins, besides its own, that an HTTP server may redirect to.
+        format: as for `sources.find_sources`; a file of a server that it would refuse is not downloaded.
+
+    Raises DataError, one line, that names what is missing or could not be fetched in several attempts.
+    """
+    for origin in redirects:
+        if not ORIGIN.fullmatch(origin):
+            raise DataError(f"--redirects {origin}: wanted an origin, such as https://cdn.example.com")
+    names = [name for each in given for name in _existing(each)]
+    remote = list(dict.fromkeys(name for name in names if is_remote(name)))
+    if remote and downloads is None:
+        raise DataError(f"--input {remote[0]}: name a folder for its copy, too: --downloads DIR")
+    copies: dict[str, Path] = {}
+    if remote and downloads is not None:
+        for name in remote:
+            if not format_of(name.rpartition("/")[2], format):
+                raise DataError(f"input {name} is not a text file: {WANTED}")
+        copies = _fetch_all(remote, downloads, redirects)
+    return [copies.get(name, Path(name)) for name in names]
+
+
+def is_remote(name: str) -> bool:
+    """Whether ``name`` is an address rather than a local path."""
+    return "://" in name
+
+
+def expand(pattern: str) -> list[str]:
+    """The names that a pattern stands for: each {000..127} counts up, with leading zeros if one of its ends has some.
+
+    Raises DataError for a range that counts down, or for more than MOST_FILES names.
+    """
+    found = RANGE.search(pattern)
+    if found is None:
+        return [pattern]
+    low, high = int(found[1]), int(found[2])
+    rest = expand(pattern[found.end() :])
+    if low > high:
+        raise DataError(f"--input {pattern}: the range counts down; write {{{found[2]}..{found[1]}}}")
+    if (high - low + 1) * len(rest) > MOST_FILES:
+        raise DataError(f"--input {pattern}: names more than {MOST_FILES:,} files")
+    padded = any(len(end) > 1 and end.startswith("0") for end in found.groups())
+    width = max(map(len, found.groups())) if padded else 0
+    start = pattern[: found.start()]
+    return [f"{start}{number:0{width}}{end}" for number in range(low, high + 1) for end in rest]
+
+
+def _existing(given: str) -> list[str]:
+    """The names that ``given`` stands for. Raises DataError if local ones are missing."""
+    if is_remote(given):
+        return expand(given)
+    names = [given] if Path(given).exists() else expand(given)
+    _refuse_missing(f"input {given}", [name for name in names if not Path(name).exists()], len(names))
+    return names
+
+
+def _refuse_missing(what: str, missing: Sequence[str], total: int) -> None:
+    if missing and total == 1:
+        raise DataError(f"input {missing[0]} does not exist: check --input")
+    if missing:
+        names = ", ".join([*missing[:MOST_NAMED], *(["…"] if len(missing) > MOST_NAMED else [])])
+        raise DataError(f"{what}: {len(missing):,} of {total:,} files do not exist ({names}): check --input")
+
+
+# ---- servers -------------------------------------------------------------------------------------------------
+
+
+def _fetch_all(addresses: list[str], folder: Path, redirects: Sequence[str]) -> dict[str, Path]:
+    from data_prep.servers import open_fs
+
+    parents = dict.fromkeys(address.rpartition("/")[0] for address in addresses)
+    opened = {parent: open_fs(parent, STALL, redirects) for parent in parents}
+    ended = threading.Event()
+    with _stopping(ended) as pool:
+        asked = list(pool.map(partial(_ask, opened, folder, ended), addresses))
+        missing = [address for address, copy in zip(addresses, asked, strict=True) if copy is None]
+        _refuse_missing("input", missing, len(addresses))
+        copies = [copy for copy in asked if copy is not None]
+        wanted = [copy for copy in copies if not copy.path.exists()]
+        total = sum(copy.size for copy in wanted)
+        _make_room(folder, total)
+        if wanted:
+            fetched = pool.map(partial(_fetch, ended), wanted)
+            for _ in show_progress(fetched, "downloaded", "bytes", lambda copy: copy.size, total):
+                pass
+    return {copy.address: copy.path for copy in copies}
+
+
+@contextmanager
+def _stopping(ended: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    """A pool whose work ends at once after an error, Ctrl-C or SIGTERM."""
+    with ThreadPoolExecutor(FETCHERS) as pool:
+        try:
+            yield pool
+        except BaseException:
+            ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _ask(opened: dict[str, tuple[Any, str]], folder: Path, ended: threading.Event, address: str) -> Copy | None:
+    """What the server says of a file; None if there is no such file."""
+    parent, _, key = address.rpartition("/")
+    fs, root = opened[parent]
+    found = _patiently(address, partial(_info, fs, f"{root}/{key}"), ended)
+    if found is None:
+        return None
+    if found.get("type") == "directory":
+        raise DataError(f"input {address} is a folder: name its files, such as {address}/corpus-{{000..127}}.tar")
+    if not isinstance(found.get("size"), int):
+        raise DataError(f"input {address}: the server does not say its size; download it yourself")
+    version = next((str(found[field]) for field in VERSION_FIELDS if found.get(field)), "")
+    mark = hashlib.sha256("\n".join((address, str(found["size"]), version)).encode()).hexdigest()[:16]
+    return Copy(fs, f"{root}/{key}", address, found["size"], folder / mark / key)
+
+
+def _info(fs: Any, name: str) -> dict[str, Any] | None:
+    from data_prep.servers import ask
+
+    try:
+        found: dict[str, Any] = ask(fs, STALL, "info", name)
+        return found
+    except FileNotFoundError as error:  # over HTTP it is raised for any failure
+        cause = error.__cause__
+    if "http" in fs.protocol and cause is not None and getattr(cause, "status", None) != 404:
+        raise cause  # outside of the handler, or it would be in its own chain of causes
+    return None
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Removes what killed downloads left. Raises DataError if the disk has no room for ``size`` bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(f"*/*{TEMPORARY}"):
+        with suppress(FileNotFoundError):  # another command removed or completed it
+            if path.stat().st_mtime < time.time() - ABANDONED:
+                path.unlink()
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise DataError(f"--downloads {folder}: {size:,} bytes to download, {free:,} free; make room or name another")
+
+
+def _fetch(ended: threading.Event, copy: Copy) -> Copy:
+    copy.path.parent.mkdir(exist_ok=True)
+    _patiently(copy.address, partial(_attempt, copy, ended), ended)
+    return copy
+
+
+def _attempt(copy: Copy, ended: threading.Event) -> None:
+    from data_prep.downloads import download
+
+    temporary = copy.path.with_name(f"{copy.path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    try:
+        download(copy.fs, copy.name, temporary, copy.size, STALL, ended)
+        size = temporary.stat().st_size
+        if size != copy.size:
+            raise OSError(f"{size:,} bytes arrived of {copy.size:,}")
+        sync(temporary)
+        temporary.replace(copy.path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _patiently(address: str, work: Callable[[], Result], ended: threading.Event) -> Result:
+    """Runs ``work()`` and retries after each of WAITS on errors that may be temporary. Raises DataError, one line."""
+    try:
+        return patiently(work, WAITS, ended.wait)
+    except Exception as error:  # each driver has its own classes, which can't be named without importing it
+        reason = shown(error)
+        if is_hopeless(error):
+            raise DataError(f"input {address}: {reason}; check the address and your access rights") from error
+        raise DataError(
+            f"input {address}: failed {len(WAITS) + 1} times, last with {reason}; run again to resume"
+        ) from error

@@ -1,0 +1,208 @@
+"""Number ranges, and input at addresses: the same data set as from the folder, on any network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import braceexpand
+import pytest
+from moto.server import ThreadedMotoServer
+
+from data_prep import inputs
+from data_prep.__main__ import main
+from data_prep.errors import DataError, shortage
+from data_prep.inputs import expand, find_inputs
+from tests.helpers.corpora import contents, write_tokenizer
+from tests.helpers.file_server import Server
+from tests.test_data_prep_tars import write_tar
+
+NAMES = ("part-08.tar", "part-09.tar", "part-10.tar")
+PATTERN = "part-{08..10}.tar"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    for number, name in enumerate(NAMES):
+        texts = [(f"{i}.txt", b"a b c.\nd e f." + b" g" * (i + number)) for i in range(9)]
+        write_tar(tmp_path / "in" / name, texts)
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(inputs, "WAITS", (0.01, 0.01, 0.01, 0.01))
+    running = Server(folder)
+    yield running
+    running.stop()
+
+
+def refusal(*given: str, downloads: Path | None = None) -> str:
+    with pytest.raises(DataError) as error:
+        find_inputs(given, downloads)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- ranges --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a-{000..127}.tar", "{0..10}", "{8..010}", "a/{1..2}/b-{9..11}.tar", "{5..5}", "plain.tar", "{a}"]
+)
+def test_a_range_names_the_files_that_the_stock_library_expands(pattern: str) -> None:
+    assert expand(pattern) == list(braceexpand.braceexpand(pattern))
+
+
+def test_ranges_give_files_in_order(folder: Path) -> None:
+    (folder / "x{1..2}.txt").touch()
+    assert find_inputs([f"{folder}/{PATTERN}"], None) == [folder / name for name in NAMES]
+    assert find_inputs([f"{folder}/x{{1..2}}.txt"], None) == [folder / "x{1..2}.txt"]  # a file may have such a name
+
+
+def test_ranges_that_name_too_little_or_too_much_take_one_line(folder: Path) -> None:
+    place = f"{folder}/part-{{07..12}}.tar"
+    first, last = f"{folder}/part-07.tar", f"{folder}/part-12.tar"
+    assert refusal(place) == (
+        f"input {place}: 3 of 6 files do not exist ({first}, {folder}/part-11.tar, {last}): check --input"
+    )
+    assert "100 of 100 files do not exist (a-00.txt, a-01.txt, a-02.txt, …)" in refusal("a-{00..99}.txt")
+    assert refusal("a.txt") == "input a.txt does not exist: check --input"
+    assert "the range counts down; write {1..3}" in refusal("a-{3..1}.txt")
+    assert "names more than 1,000,000 files" in refusal("a-{0..999}-{0..999}-{0..1}.txt")
+
+
+# ---- addresses -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    running.start()
+    host, port = running.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "me",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    for name in NAMES:
+        client.upload_file(str(folder / name), "bucket", f"set/{name}")
+    yield "s3://bucket/set"
+    running.stop()
+
+
+def test_addresses_give_the_data_set_of_the_folder(folder: Path, server: Server, s3: str, tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", [*"abcdefg", "."])
+    for name, place in (("local", str(folder)), ("http", server.address), ("s3", s3)):
+        command = ["build", "--input", f"{place}/{PATTERN}", "--tokenizer", str(tokenizer), "--processes", "1"]
+        command += ["--out", str(tmp_path / name), "--sequence-length", "32", "--downloads", str(tmp_path / "copies")]
+        assert main(command) == main(command) == 0
+    assert contents(tmp_path / "local") == contents(tmp_path / "http") == contents(tmp_path / "s3")
+    assert sorted(server.gets) == sorted(NAMES)  # each once
+    boto3.client("s3").put_object(Bucket="bucket", Key="set/folder.tar/a.txt", Body=b"a")
+    assert f"input {s3}/folder.tar is a folder: name its files" in refusal(f"{s3}/folder.tar", downloads=tmp_path)
+    assert f"({s3}/part-07.tar): check --input" in refusal(f"{s3}/part-{{07..08}}.tar", downloads=tmp_path)
+
+
+def test_a_bad_network_is_tried_again(
+    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First while the server is asked for sizes, then while it sends the files."""
+
+    def plant(*_: object) -> None:
+        assert not any(server.faults.values())
+        server.faults = {NAMES[0]: ["busy"] * 4, NAMES[1]: ["cut"] * 4, NAMES[2]: ["less"] * 4}
+
+    server.faults = {name: ["busy"] * 4 for name in NAMES}
+    monkeypatch.setattr(inputs, "_make_room", plant)
+    (tmp_path / "copies").mkdir()
+    found = find_inputs([f"{server.address}/{PATTERN}"], tmp_path / "copies")
+    assert [path.read_bytes() for path in found] == [(folder / name).read_bytes() for name in NAMES]
+    assert [path.name for path in found] == list(NAMES)
+    assert len([path for path in (tmp_path / "copies").rglob("*") if path.is_file()]) == 3
+    assert not any(server.faults.values())
+
+
+def test_a_file_that_changed_is_downloaded_again(server: Server, folder: Path, tmp_path: Path) -> None:
+    [first] = find_inputs([f"{server.address}/{NAMES[0]}"], tmp_path)
+    os.utime(folder / NAMES[0], (1, 1))
+    [second] = find_inputs([f"{server.address}/{NAMES[0]}"], tmp_path)
+    assert first != second and first.read_bytes() == second.read_bytes()
+
+
+def test_a_redirect_is_followed_to_the_servers_that_are_named(server: Server, folder: Path, tmp_path: Path) -> None:
+    other = Server(folder)
+    server.faults = {NAMES[0]: ["redirect"] * 9}
+    server.elsewhere = f"{other.address}/{NAMES[1]}"
+    [found] = find_inputs([f"{server.address}/{NAMES[0]}"], tmp_path, [other.address])
+    other.stop()
+    assert found.read_bytes() == (folder / NAMES[1]).read_bytes()
+
+
+def test_a_leftover_of_a_killed_download_is_removed(server: Server, tmp_path: Path) -> None:
+    [found] = find_inputs([f"{server.address}/{NAMES[0]}"], tmp_path)
+    old, new = found.with_name("a.0.tmp"), found.with_name("a.1.tmp")
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (1, 1))
+    find_inputs([f"{server.address}/{NAMES[0]}"], tmp_path)
+    assert new.exists() and not old.exists()
+
+
+def test_what_cannot_be_fetched_takes_one_line(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"{server.address}/{PATTERN}"
+    assert refusal(address) == (
+        f"--input {server.address}/{NAMES[0]}: name a folder for its copy, too: --downloads DIR"
+    )
+    assert refusal(f"{server.address}/part-{{07..09}}.tar", downloads=tmp_path) == (
+        f"input: 1 of 3 files do not exist ({server.address}/part-07.tar): check --input"
+    )
+    with pytest.raises(DataError, match="--redirects cdn.example.com: wanted an origin, such as https://cdn"):
+        find_inputs([address], tmp_path, ["cdn.example.com"])
+    assert f"input {server.address}/a.zip is not a text file" in refusal(f"{server.address}/a.zip", downloads=tmp_path)
+    server.faults = {NAMES[1]: ["forbidden"] * 3}
+    assert f"input {server.address}/{NAMES[1]}: ClientResponseError: 403" in refusal(address, downloads=tmp_path)
+    server.faults = {NAMES[1]: ["busy"] * 99}
+    assert f"input {server.address}/{NAMES[1]}: failed 5 times, last with " in refusal(address, downloads=tmp_path)
+    server.faults = {NAMES[1]: ["redirect"] * 99}
+    server.elsewhere = "http://127.0.0.1:9/"
+    assert "the server redirects to http://127.0.0.1:9; name that address" in refusal(address, downloads=tmp_path)
+    server.faults = {}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 5}))
+    assert "bytes to download, 5 free; make room or name another" in refusal(address, downloads=tmp_path)
+    assert not [path for path in tmp_path.rglob("*.tmp")]
+
+
+def test_a_server_that_is_down_ends_the_command(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.stop()
+    address = f"{server.address}/{NAMES[0]}"
+    command = [
+        "vocab",
+        "--input",
+        address,
+        "--out",
+        str(tmp_path / "out"),
+        "--size",
+        "99",
+        "--downloads",
+        str(tmp_path),
+    ]
+    assert main(command) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"input {address}: failed 5 times, last with ClientConnectorError" in line and "run again to resume" in line
+
+
+def test_an_error_in_its_own_chain_of_causes_is_no_shortage() -> None:
+    first, second = OSError("a"), OSError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert shortage(first) == ""
