@@ -107,6 +107,8 @@ def test_settings_of_a_phase_that_are_not_the_usual_ones_are_named(found: Checkp
     _, text = card(found, tmp_path / "out")
     assert "- phase only: masks dynamic, spread_positions 128, nsp_weight 0.5\n- optimizer" in text
     assert "LayerNorm before each sublayer; decoder prior unigram" in text
+    found.record["config"]["run"]["weights"] = "bert"  # they had their own bias
+    assert "decoder prior" not in card(found, tmp_path / "weights")[1]
 
 
 def test_an_average_names_its_steps_and_claims_no_metrics(found: Checkpoint, tmp_path: Path) -> None:

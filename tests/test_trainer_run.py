@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -27,10 +26,10 @@ from trainer.checkpoint.train_state import state_of
 from trainer.data.loader import Loader
 from trainer.engine.schedule import learning_rate
 from trainer.errors import TrainerError
-from trainer.model.bert import Bert
 from trainer.ranks.world import World
 from trainer.run.config import load
 from trainer.run.evaluation import evaluate
+from trainer.run.fresh import build_model
 from trainer.run.phases import open_phases
 
 pytestmark = pytest.mark.slow
@@ -70,8 +69,9 @@ def losses(run: Path) -> list[float]:
 
 def test_the_first_loss_is_that_of_the_seeds_weights_and_dropout(plain: Path) -> None:
     config = load(plain)
-    [data] = open_phases(config, World(0, 1, 0, 1, CPU)).phases
-    step, model = data.loader.read(data.order, 0, *data.batch(0)), Bert(config.model, config.run.seed)
+    plan = open_phases(config, World(0, 1, 0, 1, CPU))
+    [data] = plan.phases
+    step, model = data.loader.read(data.order, 0, *data.batch(0)), build_model(plan)
     with torch.no_grad():
         parts = [
             model(batch, token_keys(config.run.seed, 0, batch.samples, batch.positions, batch.cu_seqlens))
@@ -94,15 +94,16 @@ def test_weights_change_the_gradient_and_not_the_reported_losses(
         [theirs[name] for name in ("loss", "mlm_loss", "nsp_loss")], rel=1e-6
     )
     config = load(plain)
-    [data] = open_phases(config, World(0, 1, 0, 1, CPU)).phases
-    step, model = data.loader.read(data.order, 0, *data.batch(0)), Bert(config.model, config.run.seed)
+    plan = open_phases(config, World(0, 1, 0, 1, CPU))
+    [data] = plan.phases
+    step, model = data.loader.read(data.order, 0, *data.batch(0)), build_model(plan)
     for batch in step.micro_batches:
         out = model(batch, token_keys(config.run.seed, 0, batch.samples, batch.positions, batch.cu_seqlens))
         loss = mlm / step.counts.targets * out.mlm_loss + nsp / step.counts.pairs * out.nsp_loss
         torch.autograd.backward(loss)
     norm = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
     assert first["gradient_norm"] == pytest.approx(norm, rel=1e-5)
-    trained, start = load_weights(find(tmp_path / "run")), Bert(config.model, config.run.seed).state_dict()
+    trained, start = load_weights(find(tmp_path / "run")), build_model(plan).state_dict()
     kept = {name.split("_")[0] for name in start if torch.equal(trained[name], start[name])}
     assert kept == ({"mlm", "decoder"} if mlm == 0 else {"nsp", "pooler"} if nsp == 0 else set())
 
@@ -282,28 +283,3 @@ def test_a_pre_ln_run_resumes_to_the_same_bits_and_goes_out_as_what_it_is(
     assert "A pre-LN BERT of 2 layers, hidden size 16, 2 heads" in (tmp_path / "bert" / "README.md").read_text()
     code, said = train(config, "model.layer_norm=after", "phases.0.steps=5")
     assert code == 2 and "belongs to another run (model.layer_norm was before, now after)" in said, said
-
-
-# ---- where it starts -------------------------------------------------------------------------------------------
-
-
-def test_the_unigram_prior_is_the_log_of_the_shards_own_counts(tiny_shards: Path, tmp_path: Path) -> None:
-    """The prior only sets a run's start. A resume does not compare it, because by then the bias has been trained."""
-    config = write_config(tmp_path, tiny_shards, 1, checkpoint={"every_steps": 1}, model={"decoder_prior": "unigram"})
-    code, said = train(config, "phases.0.learning_rate=1e-30")
-    assert code == 0, said
-    counts = np.load(tiny_shards / "token_counts.npy") + 1.0
-    bias = load_model(find(tmp_path / "run")).decoder_bias.detach()
-    assert bias[: len(counts)].numpy() == pytest.approx(np.log(counts / counts.sum()), rel=1e-6)
-    assert not bias[len(counts) :].any()
-    code, said = train(config, "model.decoder_prior=zero", "phases.0.steps=3")
-    assert code == 0 and "resumed from" in said, said
-
-
-def test_counts_that_are_not_the_manifests_end_the_run(own_shards: Path, tmp_path: Path) -> None:
-    """Every run compares its loss with them."""
-    config = write_config(tmp_path, own_shards, 1)
-    np.save(own_shards / "token_counts.npy", np.load(own_shards / "token_counts.npy") + 1)
-    code, said = train(config)
-    assert code == 2 and "phases.0.train: " in said and not (tmp_path / "run").exists(), said
-    assert "token_counts.npy: not the histogram in the manifest (its sha256 differs)" in said, said

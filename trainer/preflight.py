@@ -46,7 +46,7 @@ from trainer.ranks.world import World, leave, nccl_said, require_shared, setting
 from trainer.run.config import to_tree
 from trainer.run.phases import PhaseData, Plan
 from trainer.run.rank_agreement import code
-from trainer.run.resume_checks import identity, require_allowed, require_own_folder, require_same_run
+from trainer.run.resume_checks import identity, keep_prior, require_allowed, require_own_folder, require_same_run
 from trainer.run.start import meet, prepare
 
 MEBIBYTES = 64  # size of the timed all-reduce
@@ -157,7 +157,7 @@ def _foresee(plan: Plan) -> None:
     if found is not None:
         require_same_run(found.record, identity(plan), config.phases, found.folder)
         say(f"the run will continue from {found.folder}")
-        _say_changes(plan, found)
+        _say_changes(keep_prior(plan, found, say), found)
     elif config.run.weights is not None:
         fitting(Path(config.run.weights), config.model, shapes, say, plan.phases[0].loader.folder / TOKENIZER_FOLDER)
     size, free = 12 * sum(s.numel() for s in shapes.values()), shutil.disk_usage(_above(folder)).free

@@ -202,7 +202,8 @@ def load_model(checkpoint: Checkpoint, fillers: int = 0, weights: dict[str, Tens
 def model_of(checkpoint: Checkpoint) -> ModelConfig:
     """The model that the run's configuration describes. Raises TrainerError if the description is not valid."""
     try:
-        model = ModelConfig(**checkpoint.record["config"]["model"])
+        described = {"decoder_prior": "zero"} | checkpoint.record["config"]["model"]  # an old record has no such key
+        model = ModelConfig(**described)
         problems = model.problems()
     except (LookupError, TypeError) as error:
         problems = [repr(error)]

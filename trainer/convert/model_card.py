@@ -200,13 +200,14 @@ def _recipe(record: dict[str, Any]) -> str:
             notes.append(f"- phase {phase['name']}: {', '.join(special)}\n")
     optimizer = ", ".join(f"{k} {v}" for k, v in config["optimizer"].items() if k != "name" and v is not None)
     model = config["model"]
+    prior = f"; decoder prior {model.get('decoder_prior', 'zero')}" if config["run"]["weights"] is None else ""
     return "\n\n".join(
         [
             markdown_table(("phase", "length", "steps", "batch", "peak rate", "warm-up steps", "decay"), rows),
             f"{''.join(notes)}- optimizer: {config['optimizer']['name']} ({optimizer})\n"
             f"- dropout {model['dropout']:g}, attention dropout {model['attention_dropout']:g}; GELU "
             f"{'exact' if model['gelu'] == 'none' else 'approximated by tanh'}; LayerNorm "
-            f"{model.get('layer_norm', 'after')} each sublayer; decoder prior {model.get('decoder_prior', 'zero')}\n"
+            f"{model.get('layer_norm', 'after')} each sublayer{prior}\n"
             f"- precision {record['precision']}, ZeRO stage {config['engine']['zero_stage']}, seed "
             f"{config['run']['seed']}; {state['skipped']:,} steps skipped, {state['restarts']:,} restarts",
         ]

@@ -275,7 +275,9 @@ class FineTuningRun:
         """Settings that may change on resume; a change is reported."""
         machine = asdict(self.job.options.machine)
         changing = {name: machine[name] for name in ("zero_stage", "kernels", "micro_batch")}
-        return {"model": asdict(self.job.model), **changing, "save_every": self.job.options.save_every}
+        model = asdict(self.job.model)
+        del model["decoder_prior"]  # there is no MLM decoder to start
+        return {"model": model, **changing, "save_every": self.job.options.save_every}
 
     def _identity(self) -> dict[str, Any]:
         return {**self.job.identity, **asdict(self.setting), "seed": self.seed}

@@ -66,8 +66,10 @@ class ModelConfig:
     layer_norm: Literal["after", "before"] = "after"
     gelu: str = "none"  # none: the exact GELU; tanh: its approximation
     initializer_range: float = 0.02  # standard deviation of the initial weights
-    # initial bias of the MLM decoder: zero, or the log of the unigram distribution of the first phase's shards
-    decoder_prior: Literal["zero", "unigram"] = "zero"
+    # initial bias of the MLM decoder; unigram: the log of each token's frequency in the first phase's shards, so that
+    # the encoder need not learn frequencies; zero: as in the original BERT. A run that resumes, or starts from
+    # run.weights, keeps the bias it has
+    decoder_prior: Literal["unigram", "zero"] = "unigram"
 
     @property
     def vocab_rows(self) -> int:

@@ -18,7 +18,7 @@ from trainer.run.phases import Plan
 
 
 def build_model(plan: Plan) -> Bert:
-    """Build the model with random weights. A checkpoint or ``run.weights`` replaces them later."""
+    """Build the model with random weights and ``model.decoder_prior``. A checkpoint or ``run.weights`` replace them."""
     model, first = plan.config.model, plan.phases[0].loader
     module = Bert(model, plan.config.run.seed, _fillers(first))
     if model.decoder_prior == "unigram":

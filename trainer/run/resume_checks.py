@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import MANIFEST, manifest_hash
 from trainer.checkpoint.reading import Checkpoint, named
 from trainer.checkpoint.train_state import TrainState
+from trainer.console import Tell
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
 from trainer.monitor.metrics_log import METRICS_LOG
@@ -60,6 +61,23 @@ def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[s
         raise TrainerError(
             f"{found.folder} exists and run.resume is never: give run.folder another name, or set resume to auto"
         )
+
+
+def keep_prior(plan: Plan, found: Checkpoint, tell: Tell) -> Plan:
+    """The plan of a run that resumes, with the decoder prior that the run started with; report it if another is set.
+
+    The prior only sets a run's start, so another one, perhaps the default of another version, has no effect.
+    """
+    config = plan.config
+    wanted = config.model.decoder_prior
+    begun = found.record["config"]["model"].get("decoder_prior", "zero")  # a checkpoint from before this key has none
+    if begun == wanted:
+        return plan
+    tell(
+        f"model.decoder_prior is now {wanted}, but this run started with {begun}: the new value is ignored, because it "
+        "only affects a run's start"
+    )
+    return replace(plan, config=replace(config, model=replace(config.model, decoder_prior=begun)))
 
 
 def require_same_run(record: dict[str, Any], ours: dict[str, Any], phases: tuple[Phase, ...], folder: Path) -> None:

@@ -26,7 +26,7 @@ from trainer.run.evaluation import evaluate
 from trainer.run.folder import forget_end, leave_configuration, leave_end, take
 from trainer.run.fresh import build_model, start
 from trainer.run.phases import PhaseData, Plan, remaining
-from trainer.run.resume_checks import identity, require_allowed, require_same_run
+from trainer.run.resume_checks import identity, keep_prior, require_allowed, require_same_run
 
 
 class Run:
@@ -45,6 +45,9 @@ class Run:
         # before changing anything in the folder: it may be another run's
         self.found = choose(self.folder, world, state_of, partial(require_allowed, config))
         together(self._require_same, world)
+        if self.found is not None:
+            self.plan = plan = keep_prior(plan, self.found, self.say)
+            self.config = config = plan.config
         self.metrics = together(partial(self._open_folder, watch), world)
         try:
             module = together(partial(build_model, plan), world)
