@@ -93,9 +93,10 @@ def configuration(curve: Curve, shards: Path, out: Path, small: bool) -> dict[st
             "power": 0.0,
         },
     }
+    model: dict[str, Any] = {"vocab_size": load_manifest(shards).tokenizer.vocab_size, "decoder_prior": "zero"}
     return {
         "run": {"name": curve.name, "folder": str(out / curve.name.replace(", ", "-").replace(" ", "-")), "seed": 1},
-        "model": {"vocab_size": load_manifest(shards).tokenizer.vocab_size, **(SMALL if small else {})},
+        "model": model | (SMALL if small else {}),  # the pictures in the docs show the plateau from a bias of zero
         "optimizer": {"name": curve.optimizer, "gradient_clipping": 1.0},
         "engine": {
             **{"zero_stage": curve.stage, "precision": curve.precision, "initial_loss_scale": 2.0**20},
