@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
 from data_prep.corpus import read_chunks
-from data_prep.draws import shuffled
 from data_prep.errors import DataError, KilledError
 from data_prep.formats import Reading
 from data_prep.job import (
@@ -52,20 +51,18 @@ from data_prep.manifest import (
     load_manifest,
     save_manifest,
 )
-from data_prep.masking import make_samples, make_vocabulary
+from data_prep.masking import make_vocabulary
 from data_prep.metrics import BuildMetrics
 from data_prep.npy import read_integers
-from data_prep.pairs import DocumentBlock, PlanCounts, cut_blocks, plan_pairs
+from data_prep.pairs import PlanCounts, cut_blocks
 from data_prep.selection import Selected, select_documents
 from data_prep.settings import Settings
-from data_prep.shards import shard_name, tar_path, write_shard
 from data_prep.sources import LeftOut, Source, find_left_out, find_sources, parse_where, say_left_out
-from data_prep.store import COUNTS_FILE, Counted, TokenizedChunk, id_dtype, require_whole, tokenize_chunk, write_store
+from data_prep.store import COUNTS_FILE, Counted, TokenizedChunk, require_whole, tokenize_chunk, write_store
 from data_prep.tokenizer import load_tokenizer
-from data_prep.verify import Measured, measure_shard
+from data_prep.units import make_shard, plan_block
 from data_prep.workers import Workers, show_progress, start_workers
 
-ORDER = 0x6F726465  # "orde": the stream of draws that shuffles the plan
 FEWEST_DOCUMENTS = {"nsp": 2, "sop": 1, "single": 1}
 
 
@@ -128,29 +125,6 @@ def build(
     save_manifest(out, manifest)
     remove_work(job)
     return _finished(manifest, metrics)
-
-
-def plan_block(block: DocumentBlock, job: BuildJob) -> tuple[bytes, PlanCounts]:
-    """The pairs of a block as raw PAIR records, and counts of where its tokens went."""
-    pairs, counts = plan_pairs(job.open_store(), block, job.settings, job.vocabulary)
-    return pairs.tobytes(), counts
-
-
-def make_shard(number: int, job: BuildJob) -> Measured:
-    """Makes shard ``number`` unless a valid one exists. Returns the result of `measure_shard`."""
-    name = shard_name(number)
-    if tar_path(job.out, name).exists():
-        try:
-            return measure_shard(job.out, name, job.tokenizer.vocab_size)
-        except DataError:
-            pass  # damaged since it was made: make it again
-    plan = job.open_plan()
-    size = job.settings.samples_per_shard
-    numbers = np.arange(number * size, min((number + 1) * size, len(plan)))
-    pairs = plan[shuffled(numbers, len(plan), job.settings.seed, ORDER)]
-    samples = make_samples(job.open_store(), pairs, number * size, job.vocabulary, job.tokenizer.specials, job.settings)
-    write_shard(job.out, name, number * size, samples, id_dtype(job.tokenizer.vocab_size))
-    return measure_shard(job.out, name, job.tokenizer.vocab_size)
 
 
 def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> list[Source]:
