@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from data_prep.build import build
+from data_prep.builders import parse_builder
 from data_prep.combining_marks import LIMIT, loss
 from data_prep.corpus import read_paragraphs
 from data_prep.errors import DataError, shortage
@@ -110,13 +111,15 @@ def _build(options: argparse.Namespace) -> int:
     chosen = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in VERSIONS}
     settings = make_settings(**chosen)
     check_range("--processes", options.processes, 1, MOST_PROCESSES)
+    builder = parse_builder(options.builder) if options.builder else None
     start = time.monotonic()
     metrics = BuildMetrics(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:
         check_textfile(options.metrics_file)
     inputs = find_inputs(options.input, options.downloads, options.redirects, settings.format)
     with serve(metrics, options.metrics_port, options.metrics_address), push(metrics, options.metrics_push):
-        manifest = build(inputs, options.tokenizer, options.out, settings, options.processes, options.store, metrics)
+        where = (inputs, options.tokenizer, options.out)
+        manifest = build(*where, settings, options.processes, options.store, metrics, builder)
     if options.metrics_file:
         write_textfile(metrics, options.metrics_file)
     seconds = time.monotonic() - start
@@ -164,6 +167,9 @@ def _inspect(options: argparse.Namespace) -> int:
 def _publish(options: argparse.Namespace) -> int:
     from data_prep.publish import publish
 
+    if options.builder and parse_builder(options.builder).number:
+        print_result(f"{options.url}: left to builder 0")
+        return 0
     done = publish(options.folder, options.url, PUBLISHERS)
     print_result(f"{options.url}: {done.files:,} files, {done.bytes:,} bytes, all verified; {done.sent:,} sent now")
     return 0
@@ -217,6 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     send = commands.add_parser("publish", help="copy a data set to an object store and verify it; a rerun resumes")
     send.add_argument("folder", type=Path, metavar="DIR")
     send.add_argument("url", metavar="URL", help="s3://bucket/path, gs://…, or any URL that fsspec can write to")
+    send.add_argument("--builder", metavar="K/N", help="publish only if K is 0, for builders that end together")
     send.set_defaults(command=_publish)
     return parser
 
@@ -267,6 +274,7 @@ def _add_build(build_parser: argparse.ArgumentParser) -> None:
     run = build_parser.add_argument_group("run").add_argument
     cores = len(os.sched_getaffinity(0))
     run("--processes", type=int, default=cores, metavar="N", help="workers; does not change the shards (%(default)s)")
+    run("--builder", metavar="K/N", help="one of N builders that share --out: this is builder K, from 0 to N - 1")
     run("--store", type=Path, metavar="DIR", help="keep the tokenized text here, for other builds from the same text")
     run("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics on this port during the build (off)")
     run("--metrics-address", default="0.0.0.0", metavar="IP", help="address of the metrics port (%(default)s)")

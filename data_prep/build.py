@@ -9,13 +9,14 @@ corpus, settings, seed and k, and a rerun after a kill makes only the missing sh
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atomic import replacing
+from data_prep.builders import Builder, leave, used_by, users
 from data_prep.errors import DataError, KilledError
 from data_prep.job import (
     FINGERPRINT,
@@ -27,10 +28,12 @@ from data_prep.job import (
     is_complete,
     release,
     release_work,
+    remove_temporary,
     remove_work,
 )
 from data_prep.manifest import (
     LENGTH_COUNTS,
+    MANIFEST,
     SHARDS_FORMAT,
     SHARDS_VERSION,
     TOKEN_COUNTS,
@@ -51,8 +54,23 @@ from data_prep.metrics import BuildMetrics
 from data_prep.settings import Settings
 from data_prep.sources import LeftOut, Source, find_left_out, find_sources, parse_where, say_left_out
 from data_prep.stages import make_shards, plan, select, tokenize
-from data_prep.tokenizer import load_tokenizer
+from data_prep.streams import say_error
+from data_prep.tokenizer import Tokenizer, load_tokenizer
 from data_prep.workers import Workers, start_workers
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text files of a build, the sha256 of each, and the files that are not read."""
+
+    sources: list[Source]
+    hashes: list[str]
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """The name and sha256 of each file."""
+        return [(source.name, sha256) for source, sha256 in zip(self.sources, self.hashes, strict=True)]
 
 
 def build(
@@ -63,6 +81,7 @@ def build(
     processes: int,
     store: Path | None = None,
     metrics: BuildMetrics | None = None,
+    builder: Builder | None = None,
 ) -> Manifest:
     """Makes the data set, or the missing part of it after a run that was killed.
 
@@ -71,7 +90,8 @@ def build(
         tokenizer: folder for `load_tokenizer`; the data set gets a copy that includes the build's cleaning.
         out: new or empty folder, or one in which the same build was started.
         store: folder that keeps the tokenized text for other builds; None: the text is removed at the end.
-        figures: metrics that are updated during the build.
+        metrics: updated during the build.
+        builder: which of several builders this is, each with its own call of this function; None: the only one.
 
     Raises DataError for bad input. If no shard was written before the error, nothing is left behind.
     """
@@ -84,67 +104,81 @@ def build(
         )
     loaded = loaded.with_cleaning()
     make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)  # raises if the vocabulary is too small
-    sources = _find_text(inputs, settings, [tokenizer, out, *([store] if store else [])])
-    left_out = find_left_out(inputs, settings.format)
-    say_left_out(left_out)
-    hashes = [file_sha256(source.path) for source in sources]
-    texts = [(source.name, sha256) for source, sha256 in zip(sources, hashes, strict=True)]
+    text = _find_text(inputs, settings, [tokenizer, out, *([store] if store else [])])
+    say_left_out(text.left_out)
     record = TokenizerRecord(loaded.vocab_size, loaded.sha256(), loaded.specials)
     metrics = metrics or BuildMetrics()
     job = BuildJob(out, store or out / WORK / "store", settings, record)
-    mark = fingerprint(job, texts)
-    if is_complete(job, mark):
-        return _finished(load_manifest(out), metrics)
-    claim(job, mark)
-    try:
-        claim_store(job, texts)
-    except (DataError, OSError):
-        release_work(job)
-        raise
-    loaded.save(job.tokenizer_folder)
-    try:
-        with start_workers(processes) as workers:
-            manifest = _make(job, sources, hashes, left_out, workers, metrics)
-    except KilledError:
-        raise  # the next run reuses what is done
-    except DataError:
-        release(job)
-        raise
-    loaded.save(out / TOKENIZER_FOLDER)
-    save_manifest(out, manifest)
-    remove_work(job)
-    return _finished(manifest, metrics)
+    mark = fingerprint(job, text.named)
+    if not is_complete(job, mark):
+        try:
+            claim(job, mark, builder is not None)
+            with used_by(builder, job.work):
+                if builder is None or not is_complete(job, mark):
+                    _make_all(job, text, loaded, processes, metrics, builder)
+        except (DataError, OSError):
+            if builder is None or not is_complete(job, mark):
+                raise  # otherwise another builder is done, and has removed the working files
+    _remove_work(job, builder)
+    return _finished(load_manifest(out), metrics)
 
 
-def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> list[Source]:
+def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> Text:
     sources = find_sources(inputs, parse_where(settings.where), settings.format)
     for folder in ours:
         inside = [source.path for source in sources if folder.resolve() in source.path.resolve().parents]
         if inside:
             raise DataError(f"input {inside[0]} is inside {folder}, which this build reads or writes; move one of them")
-    return sources
+    hashes = [file_sha256(source.path) for source in sources]
+    return Text(sources, hashes, find_left_out(inputs, settings.format))
 
 
-def _make(
-    job: BuildJob,
-    sources: list[Source],
-    hashes: list[str],
-    left_out: tuple[LeftOut, ...],
-    workers: Workers,
-    metrics: BuildMetrics,
-) -> Manifest:
+def _remove_work(job: BuildJob, builder: Builder | None) -> None:
+    """Removes the working files of a complete data set, unless other builders still use them."""
+    if builder is None:
+        remove_work(job)
+    elif others := leave(job.work, builder):
+        say_error(f"data_prep: {job.work} stays until builder {', '.join(others)} has ended or is started again")
+    else:
+        remove_temporary(job.out)
+        remove_work(job)
+
+
+def _make_all(
+    job: BuildJob, text: Text, loaded: Tokenizer, processes: int, metrics: BuildMetrics, builder: Builder | None
+) -> None:
+    """Makes the data set. After an error in the text, nothing is left unless a shard is made, or others still build."""
+    undo = release_work
+    try:
+        claim_store(job, text.named, builder is not None)
+        undo = release
+        loaded.save(job.tokenizer_folder)
+        with start_workers(processes) as workers:
+            manifest = _make(job, text, workers, metrics, builder)
+    except KilledError:
+        raise  # the next run reuses what is done
+    except (DataError, OSError) as error:
+        if (undo is release_work or isinstance(error, DataError)) and not users(job.work, builder):
+            undo(job)
+        raise
+    if not (job.out / MANIFEST).exists():  # or another builder has written the same
+        loaded.save(job.out / TOKENIZER_FOLDER)
+        save_manifest(job.out, manifest)
+
+
+def _make(job: BuildJob, text: Text, workers: Workers, metrics: BuildMetrics, builder: Builder | None) -> Manifest:
     """Runs the four stages."""
-    files = tokenize(job, sources, hashes, workers, metrics)
-    selected = select(job, metrics)
-    planned = plan(job, selected, workers, metrics)
-    shards, token_counts, length_counts = make_shards(job, workers, metrics)
+    files = tokenize(job, text.sources, text.hashes, workers, metrics, builder)
+    selected = select(job, metrics, builder)
+    planned = plan(job, selected, workers, metrics, builder)
+    shards, token_counts, length_counts = make_shards(job, workers, metrics, builder)
     return Manifest(
         format=SHARDS_FORMAT,
         version=SHARDS_VERSION,
         fingerprint=(job.work / FINGERPRINT).read_text(),
         settings=job.settings,
         tokenizer=job.tokenizer,
-        corpus=CorpusRecord(files, *selected, left_out),
+        corpus=CorpusRecord(files, *selected, text.left_out),
         plan=PlanRecord(**planned._asdict()),
         counts=_total(shards),
         shards=shards,

@@ -30,8 +30,12 @@ class Chunk:
     left: Mapping[str, int]  # see `read_paragraphs`
 
 
-def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
-    """The corpus in order, split between paragraphs into chunks. The split does not depend on the number of workers."""
+def read_chunks(sources: list[Source], reading: Reading, most: int | None = None) -> Iterator[Chunk]:
+    """The corpus in order, split between paragraphs into chunks. The split does not depend on the number of workers.
+
+    ``most``: characters after which a chunk ends; None: CHUNK_CHARACTERS.
+    """
+    most = CHUNK_CHARACTERS if most is None else most
     document = unreported = 0  # bytes that no chunk has reported yet
     for number, source in enumerate(sources):
         with source.path.open("rb", buffering=0) as disk:
@@ -45,7 +49,7 @@ def read_chunks(sources: list[Source], reading: Reading) -> Iterator[Chunk]:
                 characters += len(text)
                 replaced += replacements
                 cut += cuts
-                if characters >= CHUNK_CHARACTERS:
+                if characters >= most:
                     unreported, reported = unreported + disk.tell() - reported, disk.tell()
                     yield Chunk(number, paragraphs, unreported, replaced, cut, document - before, dict(left))
                     paragraphs, unreported, characters, replaced, cut = [], 0, 0, 0, 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -30,6 +32,7 @@ WORK = ".work"  # inside the output folder, removed at the end
 FINGERPRINT = "fingerprint"  # name of the file that marks a folder as claimed by a build or a store
 REMEDY = "choose another or remove it"
 ANOTHER = f"of other text or settings; {REMEDY}"
+MARK_SECONDS = 2.0  # for a builder to write the mark that it has created
 # Settings that decide the content of a store.
 OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "tokenizers", "sentencex", "format")
 
@@ -64,6 +67,16 @@ class BuildJob:
         return self.work / "plan"
 
     @property
+    def selected(self) -> Path:
+        """The counts of the selection, written after it."""
+        return self.work / "selected.npy"
+
+    @property
+    def planned(self) -> Path:
+        """The counts of the plan, written after it."""
+        return self.work / "plan.npy"
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """The ids that can be predicted."""
         return _load_vocabulary(self.tokenizer_folder, self.tokenizer.sha256)
@@ -86,38 +99,48 @@ def fingerprint(job: BuildJob, sources: list[tuple[str, str]]) -> str:
     return _hash([SHARDS_FORMAT, SHARDS_VERSION, settings, asdict(job.tokenizer), sources])
 
 
-def claim(job: BuildJob, mark: str) -> None:
-    """Claims an empty folder, or one in which the same build was started. Raises DataError for any other."""
+def claim(job: BuildJob, mark: str, shared: bool = False) -> None:
+    """Claims an empty folder, or one in which the same build was started. Raises DataError for any other.
+
+    ``shared``: other builders may work there now.
+    """
     out, known = job.out, job.work / FINGERPRINT
-    if _is_marked(known, mark):
-        for path in out.rglob(f"*{TEMPORARY}"):
-            with suppress(OSError):  # a leftover blocks nobody: see `replacing`
-                path.unlink(missing_ok=True)
-        return
     found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
-    if known.exists() or any(name.startswith(SHARD_PREFIX) for name in found):
+    if _is_marked(known, mark, shared):
+        if not shared:
+            remove_temporary(out)
+        return
+    if (known.exists() and not shared) or any(name.startswith(SHARD_PREFIX) for name in found):
         raise DataError(f"--out {out} holds another build, {ANOTHER}")
     if found:
         raise DataError(f"--out {out} holds other files ({found[0]}); {REMEDY}")
-    shutil.rmtree(job.work, ignore_errors=True)  # without a mark, its origin is unknown
-    job.work.mkdir(parents=True)
-    _mark(job.work, mark)
+    if not shared:
+        shutil.rmtree(job.work, ignore_errors=True)  # without a mark, its origin is unknown
+    job.work.mkdir(parents=True, exist_ok=shared)
+    if not _mark(job.work, mark, shared):
+        raise DataError(f"--out {out} holds another build, {ANOTHER}")
 
 
-def claim_store(job: BuildJob, sources: list[tuple[str, str]]) -> None:
+def claim_store(job: BuildJob, sources: list[tuple[str, str]], shared: bool = False) -> None:
     """Claims the store's folder in the same way. Builds of different samples from the same text share it."""
     settings = asdict(job.settings)
     held = [settings[name] for name in OF_STORE]
     mark = _hash([SHARDS_FORMAT, SHARDS_VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
-    known = job.store / FINGERPRINT
-    if _is_marked(known, mark):
+    empty = not (job.store.exists() and any(job.store.iterdir()))
+    if _is_marked(job.store / FINGERPRINT, mark, shared):
         return
-    if job.store.exists() and any(job.store.iterdir()):
-        raise DataError(
-            f"--store {job.store} holds the tokens of other text or settings, or of another version; {REMEDY}"
-        )
-    job.store.mkdir(parents=True, exist_ok=True)
-    _mark(job.store, mark)
+    if empty:
+        job.store.mkdir(parents=True, exist_ok=True)
+        if _mark(job.store, mark, shared):
+            return
+    raise DataError(f"--store {job.store} holds the tokens of other text or settings, or of another version; {REMEDY}")
+
+
+def remove_temporary(out: Path) -> None:
+    """Removes the temporary files of builds that were killed. No other builder may work in the folder."""
+    for path in out.rglob(f"*{TEMPORARY}"):
+        with suppress(OSError):  # a leftover blocks nobody: see `replacing`
+            path.unlink(missing_ok=True)
 
 
 def release(job: BuildJob) -> None:
@@ -139,12 +162,14 @@ def remove_work(job: BuildJob) -> None:
     """Removes the working files of a finished build. A failure to remove them is only a warning."""
     try:
         shutil.rmtree(job.work)
+    except FileNotFoundError:
+        pass  # another builder has removed them
     except OSError as error:
         warn(f"{job.work} cannot be removed ({error}): remove it by hand")
 
 
 def is_complete(job: BuildJob, mark: str) -> bool:
-    """Whether this build was completed here. Raises DataError if it is damaged, or if the folder has another build."""
+    """Whether this build is complete. Raises DataError if it is damaged, or if the folder has another build."""
     if not (job.out / MANIFEST).exists():
         return False
     if load_manifest(job.out).fingerprint != mark:
@@ -152,7 +177,6 @@ def is_complete(job: BuildJob, mark: str) -> bool:
     problems = verify(job.out)
     if problems:
         raise DataError(f"{job.out} was built but is damaged: {problems[0]}; remove it and build again")
-    shutil.rmtree(job.work, ignore_errors=True)
     return True
 
 
@@ -162,12 +186,24 @@ def _load_vocabulary(tokenizer: Path, sha256: str) -> Vocabulary:
     return make_vocabulary(loaded.vocab_size, loaded.never, loaded.specials.mask)
 
 
-def _mark(folder: Path, mark: str) -> None:
+def _mark(folder: Path, mark: str, shared: bool) -> bool:
+    """Marks a folder; returns False if it is ``shared`` and another builder has just marked it in another way."""
+    if shared:
+        with suppress(FileExistsError), (folder / FINGERPRINT).open("xb") as file:  # the first builder decides
+            file.write(mark.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        return _is_marked(folder / FINGERPRINT, mark, shared)
     with replacing(folder / FINGERPRINT) as file:
         file.write(mark.encode())
+    return True
 
 
-def _is_marked(known: Path, mark: str) -> bool:
+def _is_marked(known: Path, mark: str, shared: bool) -> bool:
+    """Whether a folder is marked in this way. ``shared``: waits for another builder that is just marking it."""
+    deadline = time.monotonic() + MARK_SECONDS
+    while shared and known.exists() and known.stat().st_size < len(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
     return known.exists() and known.read_bytes() == mark.encode()
 
 

@@ -85,7 +85,7 @@ class TokenizedChunk:
     ids: Ids  # [tokens]
     continues: NDArray[np.uint8]  # [tokens]
     lengths: NDArray[np.int64]  # [sentences] tokens
-    documents: NDArray[np.int64]  # [sentences] number of the document
+    documents: NDArray[np.int64]  # [sentences] number of the document; may start again in each file
     digests: Mapping[int, bytes | bytearray]  # of the paragraphs of each document, concatenated
     counted: NDArray[np.int64]  # [14]; until `write_store`, BLANK counts all documents that begin here
 
@@ -139,12 +139,14 @@ def _words_of(tokenizer: Path, sha256: str, given_words: bool) -> tuple[WordCach
 def write_store(folder: Path, chunks: Iterable[TokenizedChunk], sources: int) -> None:
     """Writes the chunks, in order, as a store of ``sources`` text files."""
     counts = np.zeros((sources, len(Counted)), np.int64)
-    tokens = sentences = last = 0
+    tokens = sentences = last = source = 0
     with ExitStack() as stack:
         names = ("ids", "continues", "sentences", "documents", "digests")
         files = {name: stack.enter_context(replacing(folder / name)) for name in names}
         digester = Digester()
         for chunk in chunks:
+            if chunk.source != source:
+                source, last = chunk.source, 0
             starts = np.flatnonzero(np.diff(chunk.documents, prepend=last))
             files["documents"].write((sentences + starts).tobytes())
             files["sentences"].write((tokens + np.cumsum(chunk.lengths) - chunk.lengths).tobytes())
@@ -168,16 +170,18 @@ class Digester:
     """Hashes documents that may begin in one chunk and end in another. Documents without a sentence are skipped."""
 
     def __init__(self) -> None:
-        self._document, self._has_text, self._hash = 0, False, hashlib.blake2b(digest_size=DIGEST)
+        self._document: tuple[int, int] = (0, 0)  # text file, and number in it
+        self._has_text, self._hash = False, hashlib.blake2b(digest_size=DIGEST)
 
     def add(self, chunk: TokenizedChunk) -> bytes:
         """The digests of the documents that ended with this chunk."""
         ended = []
         with_text = set(np.unique(chunk.documents).tolist())
         for document, paragraphs in chunk.digests.items():
-            if document != self._document:
+            if (chunk.source, document) != self._document:
                 ended.append(self.end())
-                self._document, self._has_text, self._hash = document, False, hashlib.blake2b(digest_size=DIGEST)
+                self._document = (chunk.source, document)
+                self._has_text, self._hash = False, hashlib.blake2b(digest_size=DIGEST)
             self._has_text |= document in with_text
             self._hash.update(paragraphs)
         return b"".join(ended)

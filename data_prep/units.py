@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from data_prep.draws import shuffled
@@ -9,7 +11,7 @@ from data_prep.errors import DataError
 from data_prep.job import BuildJob
 from data_prep.masking import make_samples
 from data_prep.pairs import DocumentBlock, PlanCounts, plan_pairs
-from data_prep.shards import shard_name, tar_path, write_shard
+from data_prep.shards import Sample, shard_name, tar_path, write_shard
 from data_prep.store import id_dtype
 from data_prep.verify import Measured, measure_shard
 
@@ -22,8 +24,11 @@ def plan_block(block: DocumentBlock, job: BuildJob) -> tuple[bytes, PlanCounts]:
     return pairs.tobytes(), counts
 
 
-def make_shard(number: int, job: BuildJob) -> Measured:
-    """Makes shard ``number`` unless a valid one exists. Returns the result of `measure_shard`."""
+def make_shard(number: int, job: BuildJob, watch: Callable[[Iterator[Sample]], Iterator[Sample]] = iter) -> Measured:
+    """Makes shard ``number`` unless a valid one exists. Returns the result of `measure_shard`.
+
+    ``watch`` passes the samples on; if it raises an error, no shard is written.
+    """
     name = shard_name(number)
     if tar_path(job.out, name).exists():
         try:
@@ -35,5 +40,5 @@ def make_shard(number: int, job: BuildJob) -> Measured:
     numbers = np.arange(number * size, min((number + 1) * size, len(plan)))
     pairs = plan[shuffled(numbers, len(plan), job.settings.seed, ORDER)]
     samples = make_samples(job.open_store(), pairs, number * size, job.vocabulary, job.tokenizer.specials, job.settings)
-    write_shard(job.out, name, number * size, samples, id_dtype(job.tokenizer.vocab_size))
+    write_shard(job.out, name, number * size, watch(samples), id_dtype(job.tokenizer.vocab_size))
     return measure_shard(job.out, name, job.tokenizer.vocab_size)
