@@ -36,7 +36,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # on top of an example, each to be take
     "job": ("--set=rdma.hostNetwork=true", "--set=queue=gpus", "--set=schedulerName=volcano", "--set=image.tag=1.2"),
     "jobset": ("--set-json=networkPolicy.egress=[{}]", "--set=networkPolicy.enabled=false", "--set=data.claim=shards"),
     "trainjob": ("--set=serviceAccountName=trainer", "--set=monitoring.podMonitor=true", "--set=runs.claim=runs"),
-    "data_prep": ("--set=networkPolicy.monitoringNamespace=null", "--set=priorityClassName=low"),
+    "data_prep": (
+        "--set=networkPolicy.monitoringNamespace=null",
+        "--set=priorityClassName=low",
+        "--set=dataPrep.pods=1",
+    ),
 }
 MODELS = {
     "JobSet": models.JobsetV1alpha2JobSet,
@@ -321,3 +325,12 @@ def test_data_prep_takes_its_command_lines() -> None:
     assert all(step["command"] == ["python", "-m", "data_prep"] for step in steps)
     assert [each.processes for each in options[:2]] == [32, 32] and options[0].sequence_length == 128
     assert [step.get("ports", [{}])[0].get("name") for step in steps] == ["metrics", "metrics", None, None]
+    assert [each.builder for each in options] == ["$(JOB_COMPLETION_INDEX)/4"] * 4
+
+
+def test_each_pod_of_data_prep_is_a_builder() -> None:
+    several, one_pod = rendered("data_prep"), rendered("data_prep", "--set=dataPrep.pods=1")
+    spec = job_spec(several)
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    assert (spec["backoffLimit"], job_spec(one_pod)["backoffLimit"]) == (16, 4)
+    assert "completionMode" not in job_spec(one_pod) and "--builder" not in json.dumps(one_pod)

@@ -80,6 +80,13 @@ REFUSALS = [  # an example, what is changed in it, and the beginning of the line
         "dataPrep.commands[0][0]=vocab",
         "dataPrep.commands: a restarted pod could not run vocab again, since its folder would exist: ",
     ),
+    (
+        "data_prep",
+        '--set-json=dataPrep.commands=[["vocab"]]',
+        "dataPrep.pods is more than 1, but only one pod can run vocab: ",
+    ),
+    ("data_prep", "dataPrep.pods=0", "at '/dataPrep/pods': minimum: got 0, want 1"),
+    ("data_prep", "env.JOB_COMPLETION_INDEX=3", "env.JOB_COMPLETION_INDEX: the chart sets a pod's place in the run: "),
 ]
 NAMES = [  # of the release
     ("2nd", "the release is named 2nd: use lowercase letters, digits and -, with a letter first"),

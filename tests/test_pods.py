@@ -1,19 +1,23 @@
-"""Two pods of the chart's Job, started as a cluster would, and the place that each kind gives its pods.
+"""Pods of the chart's Jobs, started as a cluster would, and the place that each kind gives its pods.
 
 tests/tools/pod_contract.py has the other kinds and faults; none of them needs a cluster.
 """
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_prep.__main__ import main
 from deploy.node import Node, read_node
 from tests.helpers import ranks
-from tests.helpers.pods import INDEX, KINDS, PORT, RUN, SIZE, contract, gang
+from tests.helpers.corpora import contents, write_corpus
+from tests.helpers.pods import INDEX, KINDS, PORT, RUN, SIZE, contract, gang, preparation
 from tests.helpers.runs import lines
+from tests.helpers.sshd import wait_for
 from tests.tools.pod_contract import EVERY, STEPS, stop
 
 pytestmark = pytest.mark.slow
@@ -45,3 +49,21 @@ def test_a_pod_finds_its_place_in_what_it_is_told(kind: str, tiny_shards: Path, 
         environ = {name: str(index) if value == INDEX else value for name, value in given.environ.items()}
         node = read_node({}, environ, lambda: pytest.fail("the number of ranks is given"))
         assert node == Node(index, SIZE, 1, given.name(0), PORT)
+
+
+def test_pods_prepare_one_data_set_and_a_killed_one_is_made_up_for(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    write_corpus(tmp_path / "corpus", [60] * 30, 8, 10)
+    out = tmp_path / "data/train"
+    words = ["build", "--input", "/corpus/corpus.txt", "--tokenizer", "/corpus/words", "--out", "/data/train"]
+    words += ["--sequence-length", "32", "--samples-per-shard", "20"]
+    here = [f"{tmp_path}{word}" if word.startswith("/corpus") else word for word in words]
+    assert main([*here[:6], str(tmp_path / "whole"), *here[7:]]) == 0
+    with gang(preparation(tmp_path, 2, words), tmp_path) as run:
+        pods = [run.start(index) for index in range(2)]
+        assert wait_for(lambda: len(list(out.glob("shard-*.tar"))) > 2), run.output()
+        pods[1].send(signal.SIGKILL)
+        assert pods[1].end() == 128 + signal.SIGKILL and not (out / "manifest.json").exists(), run.output()
+        pods[1] = run.start(1)
+        assert [pod.end() for pod in pods] == [0, 0], run.output()
+    assert contents(out) == contents(tmp_path / "whole")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,7 @@ class Contract:
     mounts: dict[str, str]  # where in a pod: the volume, and a folder in it
     config: str
     shm: str  # bytes of /dev/shm, as tmpfs reads them
+    claims: tuple[str, ...] = ()  # volumes that all pods share, as folders of the gang
 
     def name(self, index: int) -> str:
         """The name of a pod in the cluster's DNS, as its namespace's search path makes it short."""
@@ -73,14 +75,7 @@ def contract(kind: str, folder: Path, shards: Path, train: Path, steps: int, eve
 
     ``train``: the shards that the run's configuration names; ``shards``, or a folder that does not exist.
     """
-    path = folder / f"{kind}.values.yaml"
-    path.write_text(yaml.safe_dump(_values(folder, shards, train, steps, every) | {"kind": kind}))
-    try:
-        done = helm.run("template", RELEASE, str(helm.CHART), "--values", str(path))
-    except helm.NoHelmError as error:
-        pytest.skip(str(error))
-    assert done.returncode == 0, done.stderr
-    documents = helm.documents(done.stdout)
+    documents = _rendered(folder, _values(folder, shards, train, steps, every) | {"kind": kind})
     pod = helm.pod(documents)
     [container] = pod["containers"]
     given = [(entry["name"], entry.get("value", entry.get("valueFrom"))) for entry in container["env"]]
@@ -94,6 +89,39 @@ def contract(kind: str, folder: Path, shards: Path, train: Path, steps: int, eve
         helm.one(documents, "ConfigMap")["data"]["run.yaml"],
         sizes["shm"]["sizeLimit"].removesuffix("i"),
     )
+
+
+def preparation(folder: Path, pods: int, words: list[str]) -> Contract:
+    """The contract of pods that prepare data by one command; ``folder``/corpus and ``folder``/data are their volumes.
+
+    Skips the test without Helm.
+    """
+    prep = {"enabled": True, "pods": pods, "processes": 1, "corpusClaim": "corpus", "commands": [words]}
+    documents = _rendered(folder, {"image": {"repository": "none"}, "data": {"claim": "data"}, "dataPrep": prep})
+    pod = helm.pod(documents)
+    [container] = pod["containers"]
+    return Contract(
+        RELEASE,
+        "no-service",
+        container["command"] + container["args"],
+        {entry["name"]: _resolved(entry["value"]) for entry in container["env"]} | _controller(documents),
+        {mount["mountPath"]: f"{mount['name']}/{mount.get('subPath', '')}" for mount in container["volumeMounts"]},
+        "",
+        "64M",
+        tuple(volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume),
+    )
+
+
+def _rendered(folder: Path, values: helm.Json) -> list[helm.Json]:
+    """What the chart makes of the values. Skips the test without Helm."""
+    path = folder / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    try:
+        done = helm.run("template", RELEASE, str(helm.CHART), "--values", str(path))
+    except helm.NoHelmError as error:
+        pytest.skip(str(error))
+    assert done.returncode == 0, done.stderr
+    return helm.documents(done.stdout)
 
 
 def _values(folder: Path, shards: Path, train: Path, steps: int, every: int) -> helm.Json:
@@ -121,6 +149,11 @@ def _resolved(value: Any) -> str:
         assert value == {"fieldRef": {"fieldPath": INDEX}}, value
         return INDEX
     return str(value)
+
+
+def _expanded(word: str, environ: dict[str, str]) -> str:
+    """A word of a container's command, with each $(NAME) replaced by the variable, as the kubelet does it."""
+    return re.sub(r"\$\((\w+)\)", lambda name: environ.get(name[1], name[0]), word)
 
 
 def _controller(documents: list[helm.Json]) -> dict[str, str]:
@@ -209,8 +242,9 @@ class Gang:
             (folder / name).write_text(text)
         boot = BOOT.format(folder=folder, shm=self.contract.shm)
         apart = ["unshare", "--uts", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child", "sh", "-c", boot, host]
-        environ = [f"{name}={value}" for name, value in self._environ(index, host, folder).items()]
-        words = [self._mapped(word, folder) for word in self.contract.command]
+        given = self._environ(index, host, folder)
+        environ = [f"{name}={value}" for name, value in given.items()]
+        words = [self._mapped(_expanded(word, given), folder) for word in self.contract.command]
         with (folder / "log").open("wb") as log:
             command = node.command(*apart, "env", "--ignore-environment", *environ, *words)
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -256,7 +290,7 @@ class Gang:
         found = [mount for mount in self.contract.mounts if f"{word}/".startswith(f"{mount}/")]
         assert found, f"{word} is under none of {list(self.contract.mounts)}"
         volume, _, inside = self.contract.mounts[max(found, key=len)].partition("/")
-        place = folder / "config" if volume == "config" else folder / volume / inside
+        place = (self.folder if volume in self.contract.claims else folder) / volume / inside
         place.mkdir(parents=True, exist_ok=True)
         if volume == "config":
             (place / "run.yaml").write_text(self.contract.config)

@@ -9,7 +9,7 @@
 {{- fail (printf "the release's name is %d characters too long: shorten it, since pods would be named %s" (sub (len $pod) 63) $pod) -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
-{{- if or (hasPrefix "PET_" $name) (has $name (list "RANK" "WORLD_SIZE" "LOCAL_RANK" "LOCAL_WORLD_SIZE" "MASTER_ADDR" "MASTER_PORT")) -}}
+{{- if or (hasPrefix "PET_" $name) (has $name (list "JOB_COMPLETION_INDEX" "RANK" "WORLD_SIZE" "LOCAL_RANK" "LOCAL_WORLD_SIZE" "MASTER_ADDR" "MASTER_PORT")) -}}
 {{- fail (printf "env.%s: the chart sets a pod's place in the run: leave it out" $name) -}}
 {{- end -}}
 {{- if has $name (list "HOME" "TMPDIR" "TRITON_CACHE_DIR" "TORCH_EXTENSIONS_DIR" "MPLCONFIGDIR") -}}
@@ -36,6 +36,9 @@
 {{- range $v.dataPrep.commands -}}
 {{- if and (eq (first .) "vocab") (gt (len $v.dataPrep.commands) 1) -}}
 {{- fail "dataPrep.commands: a restarted pod could not run vocab again, since its folder would exist: use a separate release for it" -}}
+{{- end -}}
+{{- if and (eq (first .) "vocab") (gt (int $v.dataPrep.pods) 1) -}}
+{{- fail "dataPrep.pods is more than 1, but only one pod can run vocab: set dataPrep.pods to 1" -}}
 {{- end -}}
 {{- end -}}
 {{- if and (contains "://" (toJson $v.dataPrep.commands)) $v.networkPolicy.enabled (not $v.networkPolicy.egress) -}}
