@@ -2,8 +2,10 @@
 
 It builds both targets of Dockerfile.cpu, and Dockerfile on a stand-in for NGC's base (system PyTorch, a compiler, pip
 constraints) or on a real one. The `prepare` image makes shards, the other two train on two CPU ranks. All of them run
-with a read-only root file system, no capabilities, no network, and as user 10001. SIGTERM must end a run with code 75
-and a checkpoint, and the same command must continue from there to the end. The first failed check ends the program.
+with a read-only root file system, no capabilities, no network, and as user 10001. Every module of Lambert must be
+importable there, and pip must find no conflict. SIGTERM must end a run with code 75 and a checkpoint, and the same
+command must continue from there to the end. A real base must have NVIDIA's Apex, the stand-in none. The first failed
+check ends the program.
 """
 
 from __future__ import annotations
@@ -46,6 +48,28 @@ RUN python3 -m pip install --break-system-packages numpy==2.2.6 torch==2.13.0 se
 RUN mkdir -p /etc/pip && python3 -m pip freeze | grep -v -e '@' > /etc/pip/constraint.txt
 ENV PIP_CONSTRAINT=/etc/pip/constraint.txt
 """
+IMPORT = """
+import importlib, sys
+from pathlib import Path
+root, names, failed = Path(sys.argv[1]), 0, []
+for path in sorted(path for top in sys.argv[2:] for path in (root / top).rglob("*.py")):
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        failed.append(f"{name}: {type(error).__name__}: {error}")
+    names += 1
+print(names, *failed, sep="\\n")
+"""  # imports every module below some folders; prints their number, then a line for each that fails
+CONFLICTS = """
+import subprocess, sys
+print(subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True).stdout)
+"""
+CODE = {
+    "lambert-prepare": ("data_prep",),
+    "lambert-train-cpu": ("data_prep", "kernels", "trainer", "deploy"),
+    "lambert": ("data_prep", "kernels", "trainer", "deploy"),
+}
 CONFIG = """
 run: {{name: check, folder: /runs/check, seed: 1}}
 model: {{layers: 1, hidden: 128, heads: 4, intermediate: 512, max_positions: 64, vocab_size: 2048}}
@@ -71,9 +95,11 @@ def main() -> int:
     build(options, "lambert-train-cpu", "Dockerfile.cpu", "train", options.base)
     build(options, "lambert", "Dockerfile", "train", options.gpu_base or stand_in(options))
     contents()
+    modules()
+    conflicts()
     prepare(options.work)
-    for image in ("lambert-train-cpu", "lambert"):
-        train(options.work, image)
+    for image, apex in (("lambert-train-cpu", "absent"), ("lambert", "NVIDIA" if options.gpu_base else "absent")):
+        train(options.work, image, apex)
     bill_of_materials(options)
     section(f"Done in {time.monotonic() - started:.0f} s")
     return 0
@@ -137,6 +163,27 @@ def contents() -> None:
         print(f"{image}: of torch, pip and gcc, contains {found}")
 
 
+def modules() -> None:
+    """Check that every module of each image can be imported there, as its user, with a read-only root."""
+    section("Modules")
+    for image, folders in CODE.items():
+        imported = ("run", "--rm", *LOCKED, "--entrypoint", "python", image, "-c", IMPORT, "/app", *folders)
+        count, *failed = podman(*imported).splitlines()
+        demand(not failed, f"modules that {image} cannot import:\n" + "\n".join(failed))
+        print(f"{image}: {count} modules")
+
+
+def conflicts() -> None:
+    """Check that Lambert's packages fit those of the GPU image's base. The other images are checked when built."""
+    section("pip check")
+    said = podman("run", "--rm", *LOCKED, "--entrypoint", "python", "lambert", "-c", CONFLICTS).splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {re.split(r"[^\w.-]", name)[0] for name in project["dependencies"]}
+    found = [line for line in said if line.split(" ")[0] in ours]
+    demand(bool(said) and not found, "\n".join(found or ["pip is missing"]))
+    print(*said, sep="\n")
+
+
 def prepare(work: Path) -> None:
     """Make a vocabulary and shards in the image without PyTorch."""
     section("Shards")
@@ -148,8 +195,11 @@ def prepare(work: Path) -> None:
     print(podman(*begin, "verify", "--full", "/data/train").strip())
 
 
-def train(work: Path, image: str) -> None:
-    """Train on two ranks, stop by SIGTERM, resume to the end; then try a configuration that must be refused."""
+def train(work: Path, image: str, apex: str) -> None:
+    """Train on two ranks, stop by SIGTERM, resume to the end; then try a configuration that must be refused.
+
+    ``apex``: what the run must say first about Apex: absent, or NVIDIA.
+    """
     section(f"Train in {image}")
     runs = work / image
     runs.mkdir()
@@ -174,6 +224,9 @@ def train(work: Path, image: str) -> None:
 
     with started(*begin) as made:
         wait_for(lambda: not running(made), made)
+        said = apex_of(logs(made))
+        demand(said.startswith(apex), f"the run says of Apex: {said!r}; expected {apex}")
+        print(f"Apex: {said}")
         code, last = ended(made, runs)
         print(f"restarted: code {code}, {last}")
         demand(code == DONE and last == {"how": "done", "step": STEPS}, logs(made))
@@ -182,6 +235,12 @@ def train(work: Path, image: str) -> None:
     refused = podman("run", "--rm", *begin, "--set", "optimizer.name=sgd", code=REFUSED)
     demand("optimizer.name: 'sgd' is not one of" in refused, refused)
     print(f"invalid configuration: code {REFUSED}, {refused.strip().splitlines()[-1].strip()}")
+
+
+def apex_of(log: str) -> str:
+    """What a run's first line says of Apex: absent, NVIDIA's, or an unrelated package of that name."""
+    found = re.search(r" · apex (.+?) · ", log)
+    return found[1] if found else "nothing"
 
 
 @contextmanager

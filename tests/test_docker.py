@@ -12,6 +12,7 @@ import sys
 from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -197,12 +198,39 @@ def test_what_a_base_image_has_stays_and_the_rest_is_pinned(tmp_path: Path) -> N
     assert "give names or pins" in requirements(tmp_path, "pin")[0]
 
 
-def test_the_check_knows_the_trainer_s_exit_codes() -> None:
-    """docker/check.py runs where the trainer cannot be imported, so it has its own copy of them."""
+def check() -> Any:
+    """docker/check.py as a module."""
     spec = importlib.util.spec_from_file_location("check", DOCKER / "check.py")
     assert spec and spec.loader
-    check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check)
-    assert (check.DONE, check.REFUSED, check.STOPPED) == (DONE, REFUSED, STOPPED)
-    assert check.CORPUS.is_file()
-    assert "@sha256:" in check.default_base("Dockerfile.cpu")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_check_knows_the_trainer_s_exit_codes() -> None:
+    """docker/check.py runs where the trainer cannot be imported, so it has its own copy of them."""
+    found = check()
+    assert (found.DONE, found.REFUSED, found.STOPPED) == (DONE, REFUSED, STOPPED)
+    assert found.CORPUS.is_file()
+    assert "@sha256:" in found.default_base("Dockerfile.cpu")
+
+
+def test_the_check_imports_every_module_and_names_those_that_fail(tmp_path: Path) -> None:
+    for name, text in (("good", ""), ("bad", "import nothing_of_this_name")):
+        (tmp_path / "part").mkdir(exist_ok=True)
+        (tmp_path / f"part/{name}.py").write_text(text)
+    for root, folder, failed in ((tmp_path, "part", 1), (ROOT, "data_prep", 0)):
+        line = [sys.executable, "-c", check().IMPORT, str(root), folder]
+        done = subprocess.run(line, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=60)
+        count, *lines = done.stdout.splitlines()
+        assert int(count) == len(list((root / folder).rglob("*.py"))) and len(lines) == failed, done
+    assert {folder for folders in check().CODE.values() for folder in folders} == {
+        rest.split()[0] for keyword, rest in stage("Dockerfile", "train") if keyword == "COPY" and "--from" not in rest
+    }
+
+
+def test_the_check_reads_what_a_run_says_of_apex() -> None:
+    line = "lambert: run check · kernels torch · apex {} · parameters 15826"
+    for said in ("absent", "NVIDIA Apex 0.1, not used", "an unrelated package named apex (not NVIDIA's), not used"):
+        assert check().apex_of(f"first\n{line.format(said)}\n") == said
+    assert check().apex_of("no such line") == "nothing"
