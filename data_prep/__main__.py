@@ -116,8 +116,8 @@ def _build(options: argparse.Namespace) -> int:
     metrics = BuildMetrics(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:
         check_textfile(options.metrics_file)
-    inputs = find_inputs(options.input, options.downloads, options.redirects, settings.format)
     with serve(metrics, options.metrics_port, options.metrics_address), push(metrics, options.metrics_push):
+        inputs = find_inputs(options.input, options.downloads, options.redirects, settings.format)
         where = (inputs, options.tokenizer, options.out)
         manifest = build(*where, settings, options.processes, options.store, metrics, builder)
     if options.metrics_file:
