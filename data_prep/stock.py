@@ -41,7 +41,8 @@ def stock_members(folder: Path, record: ShardRecord, first: int) -> Iterator[dic
     Args:
         first: the number of its first sample in the data set.
 
-    Raises DataError, with the shard and the sample's number, for the first member that is not the one in the index.
+    Raises DataError, with the shard and the sample's number, for the first member that is not the one in the index, and
+    for a member after the last one.
     """
     tar, index = tar_path(folder, record.name), read_index(index_path(folder, record.name), record.index_sha256)
     with tar.open("rb") as stream:
@@ -50,17 +51,14 @@ def stock_members(folder: Path, record: ShardRecord, first: int) -> Iterator[dic
         members = _group({"url": str(tar), "stream": stream})
         for number, crc in enumerate(index[:, Column.CRC32].tolist(), first):
             key = _key(number)
-            try:
-                member = next(members, None)
-            except Exception as error:  # the library's, tarfile's or the disk's
-                if shortage(error):
-                    raise
-                raise DataError(f"{tar}: webdataset cannot read sample {key} ({_reason(error)})") from None
+            member = _next(members, f"{tar}: webdataset cannot read sample {key}")
             if member is None:
                 raise DataError(f"{tar}: webdataset sees the end of the tar before sample {key}")
             if member["__key__"] != key or zlib.crc32(member.get("npy", b"")) != crc:
                 raise DataError(f"{tar}: sample {key} is damaged: webdataset reads {_described(member)}")
             yield member
+        if (extra := _next(members, f"{tar}: webdataset cannot read past the last sample")) is not None:
+            raise DataError(f"{tar}: webdataset reads a sample that is not in the index: {_described(extra)}")
 
 
 def compare(folder: Path, record: ShardRecord, first: int) -> None:
@@ -84,6 +82,7 @@ def compare(folder: Path, record: ShardRecord, first: int) -> None:
                 raise DataError(f"{tar}: webdataset cannot decode sample {_key(number)} ({_reason(error)})") from None
             if difference := _difference(theirs, ours):
                 raise DataError(f"{tar}: sample {_key(number)} is not the same for webdataset: {difference}")
+        next(decoded, None)  # raises DataError if there is one more
 
 
 def _key(number: int) -> str:
@@ -110,6 +109,16 @@ def _group(opened: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     grouped: Iterator[dict[str, Any]] = group_by_keys(tar_file_expander([opened]))
     return grouped
+
+
+def _next(members: Iterator[dict[str, Any]], failure: str) -> dict[str, Any] | None:
+    """The next member; None at the end of the tar. Raises DataError, with ``failure``, if it cannot be read."""
+    try:
+        return next(members, None)
+    except Exception as error:  # the library's, tarfile's or the disk's
+        if shortage(error):
+            raise
+        raise DataError(f"{failure} ({_reason(error)})") from None
 
 
 def _difference(theirs: Any, ours: Sample) -> str:

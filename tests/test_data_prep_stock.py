@@ -141,6 +141,17 @@ def test_a_shard_that_others_cannot_read_is_named_with_its_sample(
     assert f"data_prep: error: {first}\n" in capsys.readouterr().err
 
 
+def test_a_sample_after_the_last_one_is_named(data: Path) -> None:
+    """Others would train on it: it replaces the end of the tar, so the size is the same."""
+    size = tar_path(data, SECOND).stat().st_size
+    member = tar_path(data, SECOND).read_bytes()[:ROOM]
+    overwrite(data, size - ROOM, member)
+    rename(data, size // ROOM - 1, b"000000000099.npy")
+    [problem] = verify(data, stock=True)
+    said = "webdataset reads a sample that is not in the index: 000000000099: npy of "
+    assert problem.startswith(f"{tar_path(data, SECOND)}: {said}")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
