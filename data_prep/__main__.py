@@ -16,7 +16,7 @@ from data_prep.build import build
 from data_prep.builders import parse_builder
 from data_prep.combining_marks import LIMIT, loss
 from data_prep.corpus import read_paragraphs
-from data_prep.errors import DataError, shortage
+from data_prep.errors import CopyError, DataError, shortage
 from data_prep.formats import Reading
 from data_prep.inputs import find_inputs
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
@@ -138,7 +138,11 @@ def _verify(options: argparse.Namespace) -> int:
             else:
                 problems = verify(Path(place), options.full, options.stock)
                 samples = load_manifest(Path(place)).counts.samples
-        except (DataError, OSError) as error:  # still verify the other data sets
+        except CopyError as error:  # still verify the other data sets
+            complain(str(error))
+            code = code or FAILED
+            continue
+        except (DataError, OSError) as error:
             problems = [str(error)]
         for problem in problems:
             complain(problem)

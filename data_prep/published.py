@@ -63,7 +63,8 @@ class Published:
         except Exception as error:  # each driver has its own classes, which can't be named without importing it
             where, reason = f"{self.address}/{key}", shown(error)
             if lacks := shortage(error):
-                raise CopyError(f"{where}: {reason} ({lacks})") from None
+                place = f"it is copied to {self.folder.parent}; TMPDIR sets another folder"
+                raise CopyError(f"{where}: {reason} ({lacks}); {place}") from None
             if isinstance(error, FileNotFoundError):
                 raise DataError(f"{where}: missing") from None
             if is_hopeless(error):

@@ -61,6 +61,8 @@ def verify_published(address: str, stock: bool = False) -> tuple[list[str], int]
         folder = Path(name)
         try:
             problems = verify(folder, True, stock, Published(address, folder))
+        except CopyError:  # names the address, and the temporary folder if that is full
+            raise
         except DataError as error:
             raise type(error)(str(error).replace(name, address)) from None
         return [problem.replace(name, address) for problem in problems], load_manifest(folder).counts.samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from webdataset import autodecode
 
 from data_prep import published
-from data_prep.__main__ import main
+from data_prep.__main__ import BAD_INPUT, FAILED, main
 from data_prep.build import build
 from data_prep.errors import CopyError, DataError
 from data_prep.manifest import ShardRecord, file_sha256, load_manifest
@@ -245,13 +246,25 @@ def test_damage_at_an_address_is_named(remote: Server, data: Path) -> None:
         assert problem.startswith(f"{remote.address}/{start}") and "\n" not in problem
 
 
-def test_a_failure_of_server_or_machine_ends_it(remote: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_server_or_machine_ends_it(
+    remote: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its exit code is that of a failure after which a retry may succeed."""
     remote.faults["shard-00001.tar"] = ["busy"] * 3
     with pytest.raises(CopyError, match=r"/shard-00001.tar: failed 3 times, last with .*503.*; check the network"):
         verify_published(remote.address)
-    monkeypatch.setattr(published, "patiently", raises(OSError(errno.ENOSPC, "No space left on device")))
-    with pytest.raises(CopyError, match=r"/manifest.json: OSError: .* \(the disk is full: make room\)"):
-        verify_published(remote.address)
+    monkeypatch.setattr("data_prep.servers.ask", full_disk)
+    assert main(["verify", remote.address]) == FAILED
+    [line] = capsys.readouterr().err.splitlines()
+    place = tempfile.gettempdir()
+    assert f"error: {remote.address}/manifest.json: OSError: [Errno 28]" in line and f"'{place}/lambert-" in line
+    assert line.endswith(f"make room); it is copied to {place}; TMPDIR sets another folder")
+    assert main(["verify", remote.address, str(remote.folder / "none")]) == BAD_INPUT
+
+
+def full_disk(fs: Any, seconds: float, what: str, source: str, target: str, **more: Any) -> None:
+    """Fail as a driver does if its file has no room."""
+    raise OSError(errno.ENOSPC, "No space left on device", target)
 
 
 def raises(error: Exception) -> Callable[..., None]:
