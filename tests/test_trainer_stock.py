@@ -276,8 +276,12 @@ def test_a_damaged_remote_shard_is_named(server: Server, cache: Path, no_waits: 
 
 
 def test_bad_arguments_cost_one_line(tiny_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="batch_size is 0: must be 1 or more, or None"):
-        stock_pipeline(tiny_shards, 0)
+    wrong: list[tuple[str, Any]] = [("batch_size", 0), ("batch_size", 2.5), ("shuffle_seed", 2**70)]
+    wrong += [("epochs", 3), ("epochs", []), ("epochs", [-1]), ("mask_seed", -1)]
+    for name, value in wrong:
+        with pytest.raises(DataError, match=f"^{name} is .*: must be [^\n]*$"):
+            stock_pipeline(tiny_shards, **{name: value})
+    stock_pipeline(tiny_shards, np.int64(8), epochs=[np.int64(1)], mask_seed=np.int64(1))  # type: ignore[arg-type,list-item]
     with pytest.raises(DataError, match="holds no manifest.json"):
         stock_pipeline(tmp_path, 8)
     monkeypatch.setenv("RANK", "5")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
+from numbers import Integral
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from data_prep.draws import bits, permutation
 from data_prep.errors import DataError
+from data_prep.json_text import shown
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import remask
 from data_prep.shards import Sample, sample_of
@@ -70,9 +72,11 @@ def stock_pipeline(
             itself divides the batches among the ranks.
         cache: the folder for remote shards, and its size.
 
-    Raises DataError or TrainerError, in one line: for a missing library, no data set, or fewer shards than workers, and
-    with the shard's name on any damage.
+    Raises DataError or TrainerError, in one line: for an impossible argument, a missing library, no data set, or fewer
+    shards than workers, and with the shard's name on any damage.
     """
+    if problem := _problem(batch_size, epochs, {"mask_seed": mask_seed, "shuffle_seed": shuffle_seed}):
+        raise DataError(problem)
     webdataset, cache = import_webdataset(), cache or CacheConfig()
     with _opened(str(place), cache) as (folder, _):
         manifest = load_manifest(folder)
@@ -83,9 +87,24 @@ def stock_pipeline(
     if batch_size is None:
         single = partial(_single, pad=pad, length=manifest.settings.sequence_length)
         return webdataset.DataPipeline(read, webdataset.map(single))
-    if batch_size < 1:
-        raise DataError(f"batch_size is {batch_size}: must be 1 or more, or None for single samples")
     return webdataset.DataPipeline(read, webdataset.batched(batch_size, collation_fn=partial(_batch, pad=pad)))
+
+
+def _problem(batch_size: Any, epochs: Any, seeds: dict[str, Any]) -> str:
+    """What is wrong with these arguments, and what to change; empty if nothing is."""
+    if batch_size is not None and not _is_whole(batch_size, 1):
+        return f"batch_size is {shown(batch_size)}: must be 1 or more, or None for single samples"
+    if not (isinstance(epochs, Sequence) and epochs and all(_is_whole(epoch, 0) for epoch in epochs)):
+        return f"epochs is {shown(epochs)}: must be the numbers of one or more epochs, such as range(3)"
+    for name, seed in seeds.items():
+        if seed is not None and not _is_whole(seed, 0):
+            return f"{name} is {shown(seed)}: must be between 0 and 2^63 - 1, or None"
+    return ""
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    """Whether a value is an integer, Python's or numpy's, of at least ``least`` and below 2^63."""
+    return isinstance(value, Integral) and least <= int(value) < 2**63
 
 
 @dataclass(frozen=True)
