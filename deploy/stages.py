@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
+
+from trainer.exits import FAILED
 
 
 def section(title: str) -> None:
@@ -19,11 +23,17 @@ def section(title: str) -> None:
 def command(*arguments: object, script: str, quiet: bool = False) -> str:
     """Print a command and run it; end ``script`` if it fails. Returns its standard output if ``quiet``."""
     texts = [str(argument) for argument in arguments]
-    print("$ " + " ".join(f'"{t}"' if " " in t else t for t in texts), flush=True)
+    print(f"$ {shlex.join(texts)}", flush=True)
     done = subprocess.run(texts, stdout=subprocess.PIPE if quiet else None, check=False)
     if done.returncode != 0:
-        raise SystemExit(f"{script}: error: {texts[2]} ended with code {done.returncode}; see the line above")
+        fail(script, f"{texts[2]} ended with code {done.returncode}; see the line above", done.returncode)
     return done.stdout.decode() if quiet else ""
+
+
+def fail(script: str, what: str, code: int = FAILED) -> NoReturn:
+    """End ``script`` with an error line, and with the exit code of the stage that failed unless a signal killed it."""
+    print(f"{script}: error: {what}", file=sys.stderr)
+    raise SystemExit(code if code > 0 else FAILED)
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ def launch(ranks: int, log: Path, *arguments: object, port: int = 29500) -> Laun
     place = () if port == 29500 else ("--master_port", port)
     own = ("--num_accelerators", ranks, *place, "--module", "trainer", *arguments)
     texts = ["deepspeed", *(str(argument) for argument in own)]
-    print(f"$ {' '.join(texts)}", flush=True)
+    print(f"$ {shlex.join(texts)}", flush=True)
     process = subprocess.Popen(texts, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     assert process.stdout is not None
     printer = threading.Thread(target=_show, args=(process.stdout, log), daemon=True)

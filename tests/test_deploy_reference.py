@@ -15,15 +15,29 @@ import pytest
 import yaml
 
 from data_prep.vocab import train_tokenizer
+from deploy import stages
 from deploy.reference import __main__ as reference
 from deploy.reference.done import Done
 from deploy.reference.scores import aligned, score
 from tests.helpers.finetune_inputs import write_numbers
 from tests.helpers.ranks import ROOT
 from trainer.errors import TrainerError
-from trainer.exits import DONE, REFUSED
+from trainer.exits import DONE, FAILED, REFUSED
 
 # ---- parts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_is_printed_as_a_shell_reads_it_and_its_exit_code_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    code = 'import sys; print(sys.argv[1:]); sys.exit("$HOME" in sys.argv)'
+    words = [sys.executable, "-c", code, "a b", "it's", "*"]
+    said = stages.command(*words, script="x", quiet=True)
+    line = capfd.readouterr().out.removeprefix("$ ")
+    assert subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout == said
+    for ending, expected in (("sys.exit(2)", REFUSED), ("os.kill(os.getpid(), 9)", FAILED)):
+        with pytest.raises(SystemExit) as ended:
+            stages.command(sys.executable, "-c", f"import os, sys; {ending}", script="x")
+        assert ended.value.code == expected
+        assert capfd.readouterr().err.startswith("x: error: import os, sys; ")
 
 
 def test_a_score_is_the_mean_and_its_standard_error() -> None:
