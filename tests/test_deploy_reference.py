@@ -22,7 +22,7 @@ from deploy.reference.scores import aligned, score
 from tests.helpers.finetune_inputs import write_numbers
 from tests.helpers.ranks import ROOT
 from trainer.errors import TrainerError
-from trainer.exits import DONE, FAILED, REFUSED
+from trainer.exits import DONE, FAILED, INTERRUPTED, REFUSED
 
 # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -62,6 +62,13 @@ def test_a_stage_is_done_only_with_the_same_inputs_and_its_product(tmp_path: Pat
 def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(TrainerError, match="was not made by this script: name a new folder"):
+        Done.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"export": true}', '{"export": {}}'])
+def test_a_damaged_record_costs_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "stages.json").write_text(content)
+    with pytest.raises(TrainerError, match=r"^.*/stages.json is damaged.*: name a new --out$"):
         Done.open(tmp_path)
 
 
@@ -157,6 +164,42 @@ def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
     assert json.loads((inputs / "out/evaluation.json").read_text())["mlm_loss"] > 0
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_it_with_one_line_of_its_own(inputs: Path) -> None:
+    interrupted = start(inputs)
+    assert interrupted.stdout is not None
+    said = interrupted.stdout.readline() + interrupted.stdout.readline() + interrupted.stdout.readline()
+    assert said.startswith("\n== Shards\n$ python")
+    interrupted.send_signal(signal.SIGINT)
+    said, _ = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == INTERRUPTED and "reference: stopped; the same command continues\n" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("ranks", "0", "--ranks 0: wanted 1 or more"),
+        ("tasks", "tiny.yaml", "tiny.yaml is a file: name a folder"),
+        ("tokenizer", "tiny.yaml", "tiny.yaml is a file: name a folder"),
+        ("out", "tiny.yaml", "tiny.yaml was not made by this script: name a new folder"),
+        ("out", "tiny.yaml/out", "tiny.yaml/out cannot be created (Not a directory): name another folder"),
+    ],
+)
+def test_a_wrong_option_costs_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    inputs: Path,
+    option: str,
+    value: str,
+    said: str,
+) -> None:
+    options: dict[str, object] = {"text": inputs, "config": inputs / "tiny.yaml"}
+    options |= {name: inputs / name for name in ("tokenizer", "tasks", "out")}
+    options[option] = value if option == "ranks" else inputs / value
+    refused(monkeypatch, capsys, [f"--{name}={value}" for name, value in options.items()], said)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -169,12 +212,17 @@ def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
 def test_what_is_missing_is_found_before_the_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], inputs: Path, change: str, said: str
 ) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(signal, "signal", lambda *words: None)
     (inputs / change).rename(inputs / "gone")
     words = ["--text", str(inputs), "--config", str(inputs / "tiny.yaml")]
     words += [word for name in ("tokenizer", "tasks", "out") for word in (f"--{name}", str(inputs / name))]
+    refused(monkeypatch, capsys, words, said)
+    assert not (inputs / "out").exists()
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    """Check that the script refuses these options with one line."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(signal, "signal", lambda *words: None)
     assert reference.main(words) == REFUSED
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("reference: error: ") and said in line
-    assert not (inputs / "out").exists()

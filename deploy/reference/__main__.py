@@ -20,16 +20,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, file_sha256, load_manifest
-from data_prep.options import CommandParser
+from data_prep.options import CommandParser, check_range
 from deploy import stages
 from deploy.reference.done import Done, tree_hashes
 from deploy.reference.scores import Score, aligned, draw, score
 from deploy.stages import section
 from trainer.checkpoint.reading import named, step_of
 from trainer.console import silent
-from trainer.errors import TrainerError
-from trainer.exits import REFUSED, STOPPED
+from trainer.errors import TrainerError, exit_code, explain
+from trainer.exits import INTERRUPTED, STOPPED
 from trainer.finetune import options as finetuning
 from trainer.finetune.tasks import known
 from trainer.ranks.network import free_port
@@ -44,14 +45,15 @@ command = partial(stages.command, script="reference")
 def main(arguments: list[str] | None = None) -> int:
     """Run all stages in order; returns the exit code."""
     given = parse(arguments)
-    signal.signal(signal.SIGTERM, stop)  # ends the stage's processes too
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)  # ends the stage's processes too
     try:
         require(given)
         config = load(given.config)
         done = Done.open(given.out)
-    except (TrainerError, OSError) as error:
-        print(f"reference: error: {error}", file=sys.stderr)
-        return REFUSED
+    except (TrainerError, DataError, OSError) as error:
+        print(f"reference: error: {explain(error)}", file=sys.stderr)
+        return exit_code(error)
     shards = prepare(given, config)
     pretrain(given, config, shards, done)
     evaluate(given.out, config, shards, done)
@@ -78,18 +80,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End the script on SIGTERM."""
-    raise SystemExit(STOPPED)
+    """End the script on SIGTERM or Ctrl-C."""
+    print("reference: stopped; the same command continues", file=sys.stderr)
+    raise SystemExit(INTERRUPTED if number == signal.SIGINT else STOPPED)
 
 
 def require(given: argparse.Namespace) -> None:
-    """Find now what would otherwise fail after hours, such as a task's file. Raises TrainerError."""
+    """Find now what would otherwise fail after hours, such as a task's file. Raises TrainerError or DataError."""
     if shutil.which("deepspeed") is None:
         raise TrainerError("no deepspeed launcher on the PATH: activate the environment, `. .venv/bin/activate`")
     for name in ("text", "heldout", "tokenizer", "tasks"):
         path = getattr(given, name)
         if path is not None and not path.exists():
             raise TrainerError(f"--{name} {path} does not exist: name a folder")
+        if name in ("tokenizer", "tasks") and not path.is_dir():
+            raise TrainerError(f"--{name} {path} is a file: name a folder")
+    check_range("--ranks", given.ranks, 1)
     if not tasks_of(given.tasks):
         raise TrainerError(f"--tasks {given.tasks} has no folder in it: make one for each task, with the task's name")
     for folder in tasks_of(given.tasks):
@@ -101,7 +107,8 @@ def require(given: argparse.Namespace) -> None:
 
 def require_data(folder: Path, given: argparse.Namespace) -> None:
     """Read a task's files. Raises TrainerError for what ``trainer.finetune`` would refuse."""
-    own = {"task": folder.name, "data": folder, "seeds": given.seeds, "model": given.out, "out": given.out}
+    own = {"task": folder.name, "data": folder, "seeds": given.seeds}
+    own |= {"model": given.out / "bert", "out": given.out / "finetune" / folder.name}
     options = finetuning.parse([f"--{name}={value}" for name, value in own.items()])
     task = known(folder.name).make(options.wish, silent)
     for path in (options.wish.train, options.dev):
@@ -150,7 +157,8 @@ def pretrain(given: argparse.Namespace, config: Config, shards: dict[str, Path],
             changes[f"phases.{number}.heldout"] = shards[f"heldout-{phase.sequence_length}"]
     sets = [f"{key}={value}" for key, value in changes.items()]
     inputs = {"config": file_sha256(given.config)} | {n: file_sha256(path / MANIFEST) for n, path in shards.items()}
-    if done.is_done("pretrain", given.out / "run", inputs | {"settings": " ".join(sets)}):
+    run = given.out / "run"
+    if done.is_done("pretrain", run, inputs | {"settings": " ".join(sets)}):
         return
     words = [word for each in sets for word in ("--set", each)]
     log = given.out / "launcher.log"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import replacing
+from data_prep.json_text import read_json
 from data_prep.manifest import file_sha256
 from trainer.errors import TrainerError
 
@@ -31,10 +32,13 @@ class Done:
         """Read the folder's record, or start one. Raises TrainerError for a folder with other files."""
         path = out / NAME
         if path.is_file():
-            return cls(path, json.loads(path.read_text(encoding="utf-8")))
+            return cls(path, _read(path))
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise TrainerError(f"--out {out} was not made by this script: name a new folder")
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainerError(f"--out {out} cannot be created ({error.strerror}): name another folder") from None
         done = cls(path)
         done._write()
         return done
@@ -64,3 +68,15 @@ class Done:
     def _write(self) -> None:
         with replacing(self.path) as file:
             file.write((json.dumps(self.stages, indent=1) + "\n").encode())
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The record in a file. Raises TrainerError for one that `Done` did not write."""
+    try:
+        tree = read_json(path)
+    except ValueError as error:
+        raise TrainerError(f"{path} is damaged ({error}): name a new --out") from None
+    fields = {"inputs", "more", "finished"}
+    if not (isinstance(tree, dict) and all(isinstance(each, dict) and each.keys() == fields for each in tree.values())):
+        raise TrainerError(f"{path} is damaged: name a new --out")
+    return tree
