@@ -23,6 +23,7 @@ from tests.helpers.finetune_inputs import write_numbers
 from tests.helpers.ranks import ROOT
 from trainer.errors import TrainerError
 from trainer.exits import DONE, FAILED, INTERRUPTED, REFUSED
+from trainer.run.config import load
 
 # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -70,6 +71,26 @@ def test_a_damaged_record_costs_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "stages.json").write_text(content)
     with pytest.raises(TrainerError, match=r"^.*/stages.json is damaged.*: name a new --out$"):
         Done.open(tmp_path)
+
+
+@pytest.mark.parametrize(("code", "ended"), [(0, '{"how": "stopped"}'), (0, None), (0, '{"ho'), (3, '{"how": "done"}')])
+def test_pre_training_that_did_not_end_by_itself_is_not_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, ended: str | None
+) -> None:
+    """DeepSpeed's launcher returns 0 if its own process on the node is killed."""
+    given = argparse.Namespace(out=tmp_path / "out", config=tmp_path / "tiny.yaml", ranks=1)
+    given.config.write_text(yaml.safe_dump(RECIPE))
+    shards = {"train-32": tmp_path}
+    (tmp_path / "manifest.json").touch()
+    done = Done.open(given.out)
+    (given.out / "run").mkdir()
+    if ended is not None:
+        (given.out / "run/ended.json").write_text(ended)
+    monkeypatch.setattr(reference, "vocabulary", lambda shards: 600)
+    monkeypatch.setattr(stages, "launch", lambda *words, **more: argparse.Namespace(finish=lambda: code))
+    with pytest.raises(SystemExit) as error:
+        reference.pretrain(given, load(given.config), shards, done)
+    assert error.value.code == (code or FAILED) and not done.stages["pretrain"]["finished"]
 
 
 def test_fine_tuning_keeps_its_runs_unless_the_model_or_the_data_change(

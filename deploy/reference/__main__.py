@@ -35,6 +35,7 @@ from trainer.finetune import options as finetuning
 from trainer.finetune.tasks import known
 from trainer.ranks.network import free_port
 from trainer.run.config import Config, load
+from trainer.run.folder import ENDED
 
 CONFIG = Path("deploy/configs/reference-base.yaml")
 DUPLICATES = {32: 3, 128: 8}  # sequence length: passes over the text, each with its own masks; 5 for others
@@ -158,14 +159,22 @@ def pretrain(given: argparse.Namespace, config: Config, shards: dict[str, Path],
     sets = [f"{key}={value}" for key, value in changes.items()]
     inputs = {"config": file_sha256(given.config)} | {n: file_sha256(path / MANIFEST) for n, path in shards.items()}
     run = given.out / "run"
-    if done.is_done("pretrain", run, inputs | {"settings": " ".join(sets)}):
+    if done.is_done("pretrain", run / ENDED, inputs | {"settings": " ".join(sets)}):
         return
     words = [word for each in sets for word in ("--set", each)]
     log = given.out / "launcher.log"
     code = stages.launch(given.ranks, log, "--config", given.config, *words, port=free_port("127.0.0.1")).finish()
-    if code != 0:
-        raise SystemExit(f"reference: error: pre-training ended with code {code}; see the lines above, and {log}")
+    if code != 0 or not finished(run):  # the launcher's code may be 0 although its ranks were killed or stopped
+        stages.fail("reference", f"pre-training ended early, with code {code}; see the lines above, and {log}", code)
     done.finish("pretrain")
+
+
+def finished(run: Path) -> bool:
+    """Whether the run ended by itself, as its ``ended.json`` says."""
+    try:
+        return json.loads((run / ENDED).read_text(encoding="utf-8"))["how"] in ("done", "reached")
+    except (FileNotFoundError, ValueError):  # it was killed, maybe while it wrote the file
+        return False
 
 
 def vocabulary(shards: dict[str, Path]) -> int:
