@@ -154,10 +154,8 @@ def _measured(group: Group, seconds: float) -> Results:
     places = [_read_place(text) for text in gather_texts(json.dumps(asdict(_place(world))), world)]
     nodes = len({place.host for place in places})
     group.meet()
-    tell(
-        f"{world.size} ranks on {nodes} node{'s'[: nodes > 1]}, over {dist.get_backend()}: measuring for about "
-        f"{seconds:g} s"
-    )
+    where = "one node" if nodes == 1 else f"{nodes} nodes"
+    tell(f"{world.size} ranks on {where}, over {dist.get_backend()}: measuring for about {seconds:g} s")
     results = Results(dist.get_backend(), places, [], {}, 0, [0.0] * world.size)
     results = _with_products(results, group, tell)
     for name in COLLECTIVES:
