@@ -31,7 +31,7 @@ def describe(config: Config, engine: Engine[Any], world: World, tell: Tell) -> d
         "optimizer_implementation": config.optimizer.implementation,
         "offload": "optimizer" if config.engine.offload_optimizer else "none",
         "kernels": chosen.name,
-        "apex": apex.describe(used="apex" in (config.optimizer.implementation, config.engine.kernels)),
+        "apex": apex.describe(used=config.optimizer.implementation == "apex"),
         "parameters": str(engine.parameters),
         **engine.versions,
     }

@@ -24,7 +24,7 @@ def facts(plan: Plan, world: World) -> dict[str, str]:
     found = {"WORLD_SIZE": str(world.size), "device": world.device.type, "python": platform.python_version()}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"CUDA": torch.version.cuda or "none"}
-    if "apex" in (plan.config.optimizer.implementation, plan.config.engine.kernels):
+    if plan.config.optimizer.implementation == "apex":
         found |= {"Apex": apex.describe(used=True)}
     found |= {"Lambert's code": code(), "the configuration": fingerprint(to_tree(plan.config))}
     return found | {f"the shards of {data.phase.name}": manifest_hash(data.loader.folder)[:16] for data in plan.phases}
