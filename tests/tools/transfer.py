@@ -271,7 +271,10 @@ def results_of(jobs: list[Job], path: Path) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]], encoders: list[str]) -> str:
-    """Scores by task and encoder, and their differences to random weights, paired by seed. A diverged run has none."""
+    """Scores by task and encoder, and their differences to random weights, paired by seed. A diverged run has none.
+
+    The mean is over the seeds for which every encoder has a score in every task.
+    """
     found = {(r["encoder"], r["task"], r["seed"]): r for r in results if r["score"] is not None}
     tasks = [task for task in RECIPES if any(key[1] == task for key in found)]
     seeds = sorted({key[2] for key in found})
@@ -280,26 +283,33 @@ def table(results: list[dict[str, Any]], encoders: list[str]) -> str:
     for task in tasks:
         one = next(result for key, result in found.items() if key[1] == task)
         by_name = {n: {s: found[n, task, s]["score"] for s in seeds if (n, task, s) in found} for n in encoders}
-        rows.append([task, one["measure"], one["units"], *cells(by_name, others)])
+        rows.append([task, one["measure"], one["units"], *cells(by_name, others, len(seeds))])
     means: dict[str, dict[int, float]] = {name: {} for name in encoders}
     for seed in seeds:
         if all((name, task, seed) in found for name in encoders for task in tasks):
             for name in encoders:
                 means[name][seed] = sum(found[name, task, seed]["score"] for task in tasks) / len(tasks)
-    rows.append(["mean", "", "", *cells(means, others)])
+    rows.append(["mean", "", "", *cells(means, others, len(seeds))])
     differences = [f"{name} − {RANDOM}" for name in others]
     return aligned(["task", "measure", "training units", *encoders, *differences], rows)
 
 
-def cells(by_name: dict[str, dict[int, float]], others: list[str]) -> list[str]:
-    """A row's scores, and its differences to random weights, each with the number of its standard errors."""
-    shown = [str(score(list(values.values())) or "") for values in by_name.values()]
+def cells(by_name: dict[str, dict[int, float]], others: list[str], seeds: int) -> list[str]:
+    """A row's scores, and its differences to random weights, each with the number of its standard errors.
+
+    A cell says how many of the ``seeds`` it counts, if not all of them have a score.
+    """
+
+    def shown(values: list[float], difference: bool = False) -> str:
+        found = score(values)
+        if found is None:
+            return ""
+        times = f" ({found.mean / found.error:+.1f})" if difference and found.error else ""
+        return f"{found}{times}" + (f", {found.count} of {seeds} seeds" if found.count < seeds else "")
+
     base = by_name[RANDOM]
-    for name in others:
-        found = score([value - base[seed] for seed, value in by_name[name].items() if seed in base])
-        times = f" ({found.mean / found.error:+.1f})" if found is not None and found.error else ""
-        shown.append(f"{found or ''}{times}")
-    return shown
+    pairs = [[value - base[seed] for seed, value in by_name[name].items() if seed in base] for name in others]
+    return [shown(list(values.values())) for values in by_name.values()] + [shown(each, True) for each in pairs]
 
 
 def plan(encoders: dict[str, Path], tasks: Path, names: list[str], seeds: list[int]) -> list[Job]:
