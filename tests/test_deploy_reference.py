@@ -122,6 +122,22 @@ def test_fine_tuning_keeps_its_runs_unless_the_model_or_the_data_change(
     assert finetune("1,2") == ["run-4"]
 
 
+def test_a_task_without_a_score_stays_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs that diverged have no score."""
+    runs: dict[str, list[dict[str, float]]] = {"rte": [{"accuracy": 0.5}, {}], "cola": [{}, {}]}
+    reference.report(
+        {
+            task: {"measure": "accuracy", "runs": [{"seed": n, "figures": one} for n, one in enumerate(each, 1)]}
+            for task, each in runs.items()
+        },
+        tmp_path,
+    )
+    rte, cola = ([cell.strip() for cell in row.split("|")[3:5]] for row in capsys.readouterr().out.splitlines()[-2:])
+    assert rte == ["0.5000", "1 of 2"] and cola == ["none: no run has one", "0 of 2"]
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["cola"]["mean"] is None and scores["cola"]["by_seed"] == {"1": None, "2": None}
+
+
 # ---- the whole script ------------------------------------------------------------------------------------------
 
 RECIPE = {

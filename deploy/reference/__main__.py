@@ -236,21 +236,21 @@ def finetune(task: Path, given: argparse.Namespace, positions: int, done: Done) 
 def report(results: dict[str, dict[str, Any]], out: Path) -> None:
     """Print the table of scores on dev, and write it to scores.json and scores.png."""
     section("Scores on dev, at each run's best evaluation: mean over seeds ± standard error")
-    rows: dict[str, tuple[str, Score]] = {}
-    values: dict[str, dict[str, float | None]] = {}
-    for task, tree in results.items():
-        measure = tree["measure"]
-        values[task] = {str(run["seed"]): run["figures"].get(measure) for run in tree["runs"]}
-        found = score([value for value in values[task].values() if value is not None])
-        if found is not None:
-            rows[task] = measure, found
-    print(aligned(["task", "metric", "score", "seeds"], [[t, m, s, s.count] for t, (m, s) in rows.items()]))
-    tree = {
-        task: {"metric": measure, "mean": found.mean, "standard_error": found.error, "by_seed": values[task]}
-        for task, (measure, found) in rows.items()
-    }
+    rows: list[list[object]] = []
+    tree: dict[str, dict[str, Any]] = {}
+    found: dict[str, tuple[str, Score]] = {}
+    for task, result in results.items():
+        measure = result["measure"]
+        values = {str(run["seed"]): run["figures"].get(measure) for run in result["runs"]}
+        mean = score([value for value in values.values() if value is not None])
+        rows.append([task, measure, mean or "none: no run has one", f"{mean.count if mean else 0} of {len(values)}"])
+        tree[task] = {"metric": measure, "mean": None, "standard_error": None, "by_seed": values}
+        if mean is not None:
+            found[task] = measure, mean
+            tree[task] |= {"mean": mean.mean, "standard_error": mean.error}
+    print(aligned(["task", "metric", "score", "seeds"], rows))
     (out / "scores.json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    draw(rows, out / "scores.png")
+    draw(found, out / "scores.png")
 
 
 if __name__ == "__main__":
