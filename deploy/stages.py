@@ -59,12 +59,12 @@ class Launch:
                 self.kill()
 
 
-def launch(ranks: int, log: Path, *arguments: object, port: int = 29500) -> Launch:
+def launch(ranks: int, log: Path, *arguments: object, port: int | None = None) -> Launch:
     """Start ``trainer`` with some ranks on this machine. Prints Lambert's own lines; all lines go to ``log``.
 
-    ``port``: where the ranks meet; DeepSpeed's default unless two runs share the machine.
+    ``port``: where the ranks meet; None: at DeepSpeed's default.
     """
-    place = () if port == 29500 else ("--master_port", port)
+    place = () if port is None else ("--master_port", port)
     own = ("--num_accelerators", ranks, *place, "--module", "trainer", *arguments)
     texts = ["deepspeed", *(str(argument) for argument in own)]
     print(f"$ {shlex.join(texts)}", flush=True)
