@@ -256,6 +256,19 @@ def test_what_is_missing_is_found_before_the_work(
     assert not (inputs / "out").exists()
 
 
+@pytest.mark.parametrize("ignored", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_closed_terminal_stops_it_unless_it_runs_under_nohup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], inputs: Path, ignored: signal.Handlers
+) -> None:
+    """Else the ranks, which have their own process group, would go on without it and keep the run's lock."""
+    handled = set[int]()
+    words = [f"--{name}={inputs}" for name in ("text", "tokenizer", "tasks", "out")]
+    monkeypatch.setattr(signal, "getsignal", lambda number: ignored if number == signal.SIGHUP else signal.SIG_DFL)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handled.add(number))
+    assert reference.main(words) == REFUSED
+    assert handled == {signal.SIGTERM, signal.SIGINT} | ({signal.SIGHUP} if ignored == signal.SIG_DFL else set())
+
+
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     """Check that the script refuses these options with one line."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

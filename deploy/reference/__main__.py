@@ -15,6 +15,7 @@ import json
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -39,6 +40,7 @@ from trainer.run.folder import ENDED
 
 CONFIG = Path("deploy/configs/reference-base.yaml")
 DUPLICATES = {32: 3, 128: 8}  # sequence length: passes over the text, each with its own masks; 5 for others
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RATE = "5e-5"  # of fine-tuning; the rest of a task's recipe is trainer.finetune's
 command = partial(stages.command, script="reference")
 
@@ -46,8 +48,9 @@ command = partial(stages.command, script="reference")
 def main(arguments: list[str] | None = None) -> int:
     """Run all stages in order; returns the exit code."""
     given = parse(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)  # ends the stage's processes too
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets SIGHUP
+            signal.signal(number, stop)
     try:
         require(given)
         config = load(given.config)
@@ -81,8 +84,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End the script on SIGTERM or Ctrl-C."""
-    print("reference: stopped; the same command continues", file=sys.stderr)
+    """End the script and its stage's processes, which would otherwise outlive it in their own process group."""
+    with suppress(OSError):  # the terminal may be gone
+        print("reference: stopped; the same command continues", file=sys.stderr)
     raise SystemExit(INTERRUPTED if number == signal.SIGINT else STOPPED)
 
 
