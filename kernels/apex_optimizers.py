@@ -7,7 +7,7 @@ epsilon outside the root, a ratio of 1 if a norm is zero. What differs:
     gradient     Apex reads fp32, so a scaled fp32 copy of it is made first: 4 bytes per element, until the step is done
     clipping     done here, by ``factor``; FusedLAMB's own is never in effect
     LAMB         ratios have no bounds, and a tensor must be whole: norms and update are one call
-    arithmetic   compiled with --use_fast_math: errors of a few units in the last place
+    arithmetic   compiled with --use_fast_math, so results are not equal bit for bit
 
 FusedLAMB adapts the tensors that have weight decay, or, with ``use_nvlamb``, all. Here ``Piece.row`` decides, as in
 kernels/lamb.py, and ``use_nvlamb`` is set for those tensors only.
