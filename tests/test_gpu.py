@@ -15,8 +15,10 @@ from tests.helpers import prescribed_on_ranks as prescribed
 from tests.helpers import ranks
 from tests.helpers.corpora import contents
 from tests.test_trainer_checkpoint import losses, train
+from tests.test_trainer_checkpointing import KINDS, require_same_steps, results
 from tests.test_trainer_engine import largest_difference, mean_difference, steps
 from tests.test_trainer_optimizer import paper
+from trainer.bench.model import micro_batch
 from trainer.convert.folder import random_batch
 from trainer.model.bert import Bert, ModelConfig
 
@@ -50,6 +52,18 @@ def test_model_is_the_cpus_with_dropout_on() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("layer_norm", ["after", "before"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("length", [128, 300])
+def test_checkpointing_changes_no_bit(layer_norm: Any, dtype: torch.dtype, length: int) -> None:
+    model = ModelConfig(layers=3, hidden=384, heads=6, intermediate=1536, vocab_size=900, layer_norm=layer_norm)
+    bert, batch = Bert(model, 1).to("cuda", dtype), micro_batch([length] * 30 + [7], model).to(torch.device("cuda"))
+    none, *others = (results(bert, batch, kind) for kind in KINDS)
+    assert len(none) == 2 + len(list(bert.parameters()))
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(none, found, strict=True))
+
+
 # ---- the engine ------------------------------------------------------------------------------------------------
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -58,6 +72,12 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 def gpus() -> int:
     """The number of ranks that a test may use: two if there are two GPUs."""
     return min(2, torch.cuda.device_count())
+
+
+def test_checkpointing_changes_no_bit_of_a_step(tmp_path: Path) -> None:
+    out, cases = tmp_path / "out.pt", ["1/fp16/after", "2/fp16/before", "3/fp16/after"]
+    started = ranks.start(gpus(), "tests/helpers/checkpointing_on_ranks.py", str(out), "cuda", *cases)
+    require_same_steps(started, out, cases)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def setup(**changed: Any) -> Setup:
         "model": {"dropout": 0.1},
         "phases": [phase("a"), phase("b", learning_rate=0.001)],
         "optimizer": {"weight_decay": 0.01, "beta2": 0.999},
-        "engine": {"zero_stage": 1, "precision": "auto"},
+        "engine": {"zero_stage": 1, "precision": "auto", "checkpointing": "none"},
         "metrics": {"port": None},
     }
     values: dict[str, Any] = {
@@ -78,6 +78,7 @@ def test_nothing_changed() -> None:
         ("phases.1.learning_rate", 0.002, "phases.1.learning_rate was 0.001, now 0.002"),
         ("phases.0.heldout", "there", ""),  # a key that the checkpoint's version did not know
         ("optimizer.weight_decay", 0.0, "optimizer.weight_decay was 0.01, now 0"),
+        ("engine.checkpointing", "full", "engine.checkpointing was none, now full"),
         ("model.dropout", 0.0, "model.dropout was 0.1, now 0"),
         ("engine.zero_stage", 2, "engine.zero_stage was 1, now 2"),
     ],

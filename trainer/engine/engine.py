@@ -27,6 +27,7 @@ from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.model.batch import Rows
 from trainer.model.bert import Encoder
+from trainer.model.checkpointing import Checkpointing
 from trainer.ranks.world import World
 
 M = TypeVar("M", bound=Encoder)
@@ -40,6 +41,9 @@ class EngineConfig:
     zero_stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 1 the optimizer state, 2 also gradients, 3 also weights
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"  # auto: fp16 on GPUs, fp32 on CPUs and at stage 0
     offload_optimizer: bool = False  # keep fp32 weights and moments in host memory, and update them there
+    # what backward computes again to save memory, with the same bits: cheap: in each layer GELU and a LayerNorm, which
+    # saves memory with the Triton kernels only; full: whole layers
+    checkpointing: Checkpointing = "none"
     kernels: Literal["auto", "triton", "torch"] = "auto"  # auto: Triton on GPUs, PyTorch on CPUs
     initial_loss_scale: float = 2.0**16  # fp16 only: the loss scale of the first step, a power of two
     loss_scale_growth_interval: int = 1000  # steps in a row without overflow before the loss scale doubles
@@ -190,6 +194,7 @@ class Engine(Generic[M]):
         )
         self._deepspeed.allreduce_gradients = self._timed(self._deepspeed.allreduce_gradients)
         self.model: M = self._deepspeed.module
+        self.model.checkpointing = config.checkpointing
         self.partition = read_partition(self._deepspeed, config.zero_stage)
         fill_masters(self.partition, drawn)  # DeepSpeed made the masters from rounded weights
         self.optimizer.bind(self.partition)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from kernels.embedding import embed, embed_sum
 from kernels.layer_norm import dropout_add_layer_norm, layer_norm
 from trainer.bounds import ABOVE_0, outside
 from trainer.model.batch import IGNORED, GlobalCounts, MicroBatch, Rows
+from trainer.model.checkpointing import Checkpointing, forgetting, recomputed
 from trainer.model.variance import token_moments
 
 MOST_PARAMETERS = 10**11  # their training state takes more than a terabyte
@@ -147,19 +149,24 @@ class Layer(nn.Module):
         self.mlp_norm_weight = parameter(hidden)
         self.mlp_norm_bias = parameter(hidden)
 
-    def forward(self, x: Tensor, residual: Tensor, batch: Rows, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor, batch: Rows, keys: Tensor | None, checkpointing: Checkpointing = "none"
+    ) -> tuple[Tensor, Tensor]:
         """Apply the layer to (T, D). ``keys``: (T, 2) int32, or None for no dropout.
 
         ``x`` and ``residual`` have separate gradients, and so do the two results. In a post-LN encoder both have the
         same values; in a pre-LN encoder, ``x`` is LayerNorm(residual).
         """
-        model, site = self.model, self.site
+        if checkpointing == "full":  # this method and not the module, whose hooks have gathered the weights already
+            return recomputed(self.forward, x, residual, batch, keys)  # type: ignore[no-any-return]
+        model, site, before = self.model, self.site, self.model.layer_norm == "before"
+        forget = forgetting if checkpointing == "cheap" else lambda value, again: nullcontext()
         add = partial(
             dropout_add_layer_norm,
             eps=model.layer_norm_eps,
             dropout_p=model.dropout,
             keys=keys,
-            return_sum=model.layer_norm == "before",
+            return_sum=before,
         )
         qkv = F.linear(x, self.qkv_weight, self.qkv_bias)  # (T, 3D)
         qkv = qkv.view(-1, 3, model.heads, model.hidden // model.heads)  # (T, 3, N, H)
@@ -173,11 +180,20 @@ class Layer(nn.Module):
         )  # (T, N, H)
         y = F.linear(mixed.flatten(1), self.attention_out_weight)  # (T, D)
         norm = self.attention_norm_weight, self.attention_norm_bias
-        x, residual = add(y, residual, *norm, x_bias=self.attention_out_bias, site=site + ATTENTION_OUT)
-        y = bias_gelu(F.linear(x, self.mlp_in_weight), self.mlp_in_bias, model.gelu)  # (T, F)
-        y = F.linear(y, self.mlp_out_weight)  # (T, D)
+        normalize = partial(add, y, residual, *norm, x_bias=self.attention_out_bias, site=site + ATTENTION_OUT)
+        x, residual = normalize()
+        if before:
+            normalize = partial(dropout_add_layer_norm, residual, None, *norm, model.layer_norm_eps)
+        x_again = cache(lambda: normalize()[0])  # backward asks twice in a post-LN layer
+        with forget(x, x_again):
+            u = F.linear(x, self.mlp_in_weight)  # (T, F)
+        gelu = partial(bias_gelu, u, self.mlp_in_bias, model.gelu)
+        y = gelu()  # (T, F)
+        with forget(y, gelu):
+            y = F.linear(y, self.mlp_out_weight)  # (T, D)
         norm = self.mlp_norm_weight, self.mlp_norm_bias
-        return add(y, residual, *norm, x_bias=self.mlp_out_bias, site=site + MLP_OUT)
+        with forget(x, x_again):
+            return add(y, residual, *norm, x_bias=self.mlp_out_bias, site=site + MLP_OUT)
 
 
 class Encoder(nn.Module):
@@ -189,6 +205,7 @@ class Encoder(nn.Module):
         if problems := model.problems():
             raise ValueError("; ".join(problems))
         self.model = model
+        self.checkpointing: Checkpointing = "none"  # the engine sets it
         hidden = model.hidden
         self.token_table = parameter(model.vocab_rows, hidden)
         self.segment_table = parameter(model.segments, hidden)
@@ -232,7 +249,7 @@ class Encoder(nn.Module):
         else:
             x = residual = embed(*indices, *tables, *norm, dropout_p=model.dropout, keys=keys)  # (T, D)
         for layer in self.layers:
-            x, residual = layer(x, residual, batch, keys)
+            x, residual = layer(x, residual, batch, keys, self.checkpointing)
         return x
 
 
