@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from kernels import backend
 from tests.helpers import ranks
 from tests.test_trainer_model import keys_of
+from trainer.bench.checkpointing import largest
 from trainer.bench.model import micro_batch
 from trainer.convert.folder import random_batch
 from trainer.model.batch import MicroBatch
@@ -145,3 +146,18 @@ def require_same_steps(started: list[Any], out: Path, cases: list[str]) -> None:
             different = [n for n, w in none["weights"].items() if not torch.equal(w, found["weights"][n])]
             assert different == [], (case, kind)
             assert found["calls"] == none["calls"] + 2 * 2 * 2, (case, kind)  # each step, micro-batch and layer
+
+
+def test_the_largest_micro_batch_is_found_and_ran() -> None:
+    """Even if the line through two small ones points too high or too low, or these do not fit."""
+    for most in (1, 2, 3, 100, 1234):
+        for each in (10, 90, 100, 110):
+            tried = set[int]()
+
+            def peak(sequences: int, most: int = most, each: int = each, tried: set[int] = tried) -> int | None:
+                tried.add(sequences)
+                return 5 + each * sequences if sequences <= most else None
+
+            found = largest(peak, 4, 5 + 100 * most)
+            assert found == 1 or found in tried
+            assert most - max(1, found // 32) <= found <= most, (most, each, found)

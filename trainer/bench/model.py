@@ -32,6 +32,7 @@ Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # builds 
 MODEL_SIZES = {
     "base": ModelConfig(),
     "large": ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096),
+    "1.3b": ModelConfig(layers=24, hidden=2048, heads=32, intermediate=8192),
 }
 # Substrings of kernel names by category; a kernel counts towards the first category that matches.
 KERNEL_CATEGORIES = {
@@ -74,7 +75,11 @@ def shard_lengths(folder: Path) -> list[int]:
 
 def ours(model: ModelConfig, batch: MicroBatch) -> Callable[[], object]:
     """The forward and backward pass of Lambert's model."""
-    bert = Bert(model).cuda().half()
+    return passes(Bert(model).cuda().half(), batch)
+
+
+def passes(bert: Bert, batch: MicroBatch) -> Callable[[], object]:
+    """The forward and backward pass of this model, with dropout."""
     keys = token_keys(0, 1, batch.samples, batch.positions, batch.cu_seqlens)
 
     def run() -> None:
