@@ -19,8 +19,10 @@ from deploy import stages
 from deploy.reference import __main__ as reference
 from deploy.reference.done import Done
 from deploy.reference.scores import aligned, score
+from tests.helpers import ranks
 from tests.helpers.finetune_inputs import write_numbers
 from tests.helpers.ranks import ROOT
+from tests.helpers.runs import wait_for
 from trainer.errors import TrainerError
 from trainer.exits import DONE, FAILED, INTERRUPTED, REFUSED
 from trainer.run.config import load
@@ -152,15 +154,13 @@ RECIPE = {
 }
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    """The script on the demo's corpus, as a user starts it, in its own process group."""
+def start(folder: Path) -> ranks.Forked:
+    """The script on the demo's corpus, in its own process group; test_docs.py starts such commands as a user does."""
     words = {"text": ROOT / "deploy/demo/corpus", "held-out-share": 0.05, "seeds": "1,2"}
     words |= {name: folder / name for name in ("tokenizer", "tasks", "out")} | {"config": folder / "tiny.yaml"}
-    command = [sys.executable, "-m", "deploy.reference", *(f"--{name}={value}" for name, value in words.items()), *more]
+    given = [f"--{name}={word}" for name, word in words.items()]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+    return ranks.fork_one(0, 1, 0, "tests/helpers/forked_commands.py", "deploy.reference", *given, PATH=path)
 
 
 @pytest.fixture
@@ -179,18 +179,12 @@ def inputs(tmp_path: Path) -> Path:
 def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
     """It is killed once pre-training has ended, which is then not repeated."""
     killed = start(inputs)
-    assert killed.stdout is not None
-    said = ""
-    for line in killed.stdout:
-        said += line
-        if line.startswith("== Held-out evaluation"):
-            os.killpg(killed.pid, signal.SIGKILL)
-            break
-    assert killed.wait() == -signal.SIGKILL, said
-    assert "lambert: done: 3 steps" in said
-    ended = start(inputs)
-    said, _ = ended.communicate(timeout=240)
-    assert ended.returncode == DONE, said
+    wait_for(lambda: "== Held-out evaluation" in killed.log.read_text(), killed)
+    os.killpg(killed.pid, signal.SIGKILL)
+    [(code, said)] = ranks.finish([killed])
+    assert code == -signal.SIGKILL and "lambert: done: 3 steps" in said, said
+    [(code, said)] = ranks.finish([start(inputs)])
+    assert code == DONE, said
     assert "== Pre-training\nalready done\n" in said and said.count(": complete") == 2
     scores = json.loads((inputs / "out/scores.json").read_text())["stsb"]
     first, second = scores["by_seed"].values()
