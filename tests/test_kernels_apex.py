@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,20 +88,30 @@ def test_an_extension_must_be_compiled_and_lie_next_to_the_package(
     assert ran(site) == ran(elsewhere) == []
 
 
+EACH_FORKED = """
+import os, sys, torch
+for code in sys.argv[2:]:
+    if os.fork() == 0:
+        exec(code)
+        os._exit(0)
+    assert os.wait()[1] == 0
+    print('ran:', os.path.exists(sys.argv[1]), flush=True)
+"""
+
+
 @pytest.mark.slow
 def test_neither_deepspeed_nor_the_benches_import_another_package(tmp_path: Path) -> None:
     """DeepSpeed by itself imports whatever is named apex."""
     plant(tmp_path, "apex/__init__.py", "apex/optimizers.py")
     (tmp_path / "apex/__init__.py").write_text(MARK + "raise ImportError\n")
 
-    def executed(code: str) -> str:
-        environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "0.1" in executed("from trainer.engine.engine import _load_deepspeed as load; print(load().__version__)")
-    executed("from kernels.bench import _installed; _installed('deepspeed.ops.adam', 'FusedAdam')")
-    assert ran(tmp_path) == []
-    executed("import deepspeed")
-    assert ran(tmp_path) == ["apex/ran"]
+    codes = (
+        "from trainer.engine.engine import _load_deepspeed as load; assert '0.1' in load().__version__",
+        "from kernels.bench import _installed; _installed('deepspeed.ops.adam', 'FusedAdam')",
+        "import deepspeed",
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-c", EACH_FORKED, str(tmp_path / "apex/ran"), *codes]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall("^ran: (.+)", done.stdout, re.MULTILINE) == ["False", "False", "True"]
