@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
 import tarfile
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import ranks
 from tests.helpers.finetune_command import Inputs, finetune, make_inputs
 from tests.helpers.finetune_inputs import PIECES, bert_folder, write_numbers
-from tests.helpers.ranks import ROOT
+from tests.tools import transfer
 from tests.tools.task_files import chosen
 from tests.tools.transfer import find_encoders, key_of, plan, table
 from trainer.exits import DONE
@@ -51,7 +51,7 @@ def test_the_table_pairs_differences_by_seed() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_takes_the_steps_of_the_fine_tuning_command(tmp_path: Path) -> None:
+def test_a_worker_takes_the_steps_of_the_fine_tuning_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The task's scores are correlations of numbers, which show every difference."""
     inputs = Inputs(bert_folder(tmp_path / "encoders"), tmp_path / "stsb")
     inputs.data.mkdir()
@@ -60,10 +60,11 @@ def test_a_worker_takes_the_steps_of_the_fine_tuning_command(tmp_path: Path) -> 
     with tarfile.open(tmp_path / "tasks.tar", "w") as tar:
         tar.add(inputs.data, "tasks/stsb")
     words = (tmp_path / "out", "--encoders", tmp_path / "encoders", "--tasks", tmp_path / "tasks.tar")
-    command = [sys.executable, "-m", "tests.tools.transfer", *map(str, words), "--only", "stsb", "--seeds", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many as the fine-tuning has below
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(sys, "argv", ["transfer", *map(str, words), "--only", "stsb", "--seeds", "2"])
+    server = ranks.server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: server)  # its workers import nothing
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the tool changes it
+    assert transfer.main() == 0
     found = {one["encoder"]: one for one in map(json.loads, (tmp_path / "out/results.jsonl").read_text().splitlines())}
     assert list(found) == ["bert", "random"]
     jobs = plan(find_encoders(tmp_path / "encoders"), tmp_path / "out/tasks", ["stsb"], [2])

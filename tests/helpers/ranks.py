@@ -119,7 +119,7 @@ def fork_one(rank: int, size: int, port: int, script: str, *arguments: str, **se
     log = Path(tempfile.mkdtemp(dir=_logs().name)) / f"rank-{rank}.log"
     call = ({**environment(rank, size, port), "CUDA_VISIBLE_DEVICES": "", **settings}, script, arguments, log)
     log.touch()
-    process = _server().Process(target=_become, args=call, daemon=True)
+    process = server().Process(target=_become, args=call, daemon=True)
     process.start()
     return Forked(process, log)
 
@@ -141,10 +141,12 @@ def _logs() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def _server() -> ForkServerContext:
+def server() -> ForkServerContext:
+    """The context whose processes are forked from the server that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.forked_rank", "tests.helpers.ranks"])
-    with patch.dict(os.environ, environment(0, 1, 0)):  # its imports need Lambert's path and the number of threads
+    needed = {name: environment(0, 1, 0)[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}  # by its imports
+    with patch.dict(os.environ, needed):
         ensure_running()
     return context
 
