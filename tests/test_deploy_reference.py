@@ -142,6 +142,7 @@ def test_a_task_without_a_score_stays_in_the_table(tmp_path: Path, capsys: pytes
 
 # ---- the whole script ------------------------------------------------------------------------------------------
 
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 RECIPE = {
     "run": {"name": "tiny", "folder": "elsewhere"},
     "model": {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 32},
@@ -154,13 +155,17 @@ RECIPE = {
 }
 
 
-def start(folder: Path) -> ranks.Forked:
-    """The script on the demo's corpus, in its own process group; test_docs.py starts such commands as a user does."""
+def words_of(folder: Path) -> list[str]:
+    """The script's words, for the demo's corpus."""
     words = {"text": ROOT / "deploy/demo/corpus", "held-out-share": 0.05, "seeds": "1,2"}
     words |= {name: folder / name for name in ("tokenizer", "tasks", "out")} | {"config": folder / "tiny.yaml"}
-    given = [f"--{name}={word}" for name, word in words.items()]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return ranks.fork_one(0, 1, 0, "tests/helpers/forked_commands.py", "deploy.reference", *given, PATH=path)
+    return ["deploy.reference", *(f"--{name}={word}" for name, word in words.items())]
+
+
+def fork(folder: Path) -> ranks.Forked:
+    """The script, in its own process group."""
+    helper = "tests/helpers/forked_commands.py"
+    return ranks.fork_one(0, 1, 0, helper, str(ROOT), *words_of(folder), PATH=PATH)
 
 
 @pytest.fixture
@@ -178,12 +183,12 @@ def inputs(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
     """It is killed once pre-training has ended, which is then not repeated."""
-    killed = start(inputs)
+    killed = fork(inputs)
     wait_for(lambda: "== Held-out evaluation" in killed.log.read_text(), killed)
     os.killpg(killed.pid, signal.SIGKILL)
     [(code, said)] = ranks.finish([killed])
     assert code == -signal.SIGKILL and "lambert: done: 3 steps" in said, said
-    [(code, said)] = ranks.finish([start(inputs)])
+    [(code, said)] = ranks.finish([fork(inputs)])
     assert code == DONE, said
     assert "== Pre-training\nalready done\n" in said and said.count(": complete") == 2
     scores = json.loads((inputs / "out/scores.json").read_text())["stsb"]
@@ -197,7 +202,10 @@ def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it_with_one_line_of_its_own(inputs: Path) -> None:
-    interrupted = start(inputs)
+    env = {**os.environ, "PATH": PATH, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-m", *words_of(inputs)]
+    interrupted = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
     assert interrupted.stdout is not None
     said = interrupted.stdout.readline() + interrupted.stdout.readline() + interrupted.stdout.readline()
     assert said.startswith("\n== Shards\n$ python")

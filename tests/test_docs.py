@@ -147,6 +147,11 @@ def run(words: list[str], folder: Path) -> None:
     if words[0] == "deepspeed":
         launcher = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
         words = [launcher, "--num_accelerators", "1", "--master_port", str(ranks.free_port()), *words[1:]]
+    elif words[:2] == ["python", "-m"] and words[2].startswith("trainer"):  # those that import PyTorch
+        forked = ranks.fork_one(0, 1, 0, "tests/helpers/forked_commands.py", str(folder), *words[2:])
+        [(code, said)] = ranks.finish([forked])
+        assert code == 0, f"{words}\n{said}"
+        return
     elif words[0] == "python":
         words[0] = sys.executable
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

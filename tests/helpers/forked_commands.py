@@ -1,9 +1,10 @@
-"""Runs a script of deploy/ whose commands are forked from it, without the seconds that their imports take.
+"""Runs a module in a folder, for ``ranks.fork_one``. If it is a script of deploy/, its commands are forked from it.
 
-    python tests/helpers/forked_commands.py MODULE ARGUMENTS…
+    python tests/helpers/forked_commands.py FOLDER MODULE ARGUMENTS…
 
-``python -m OTHER …`` runs as OTHER, and ``deepspeed … --module OTHER …`` as OTHER on one rank, each in a process of its
-own. The script has its own process group, and one core, so that ``data_prep`` starts no workers.
+So nothing of it takes the seconds that imports take. The script's command ``python -m OTHER …`` runs as OTHER, and
+``deepspeed … --module OTHER …`` as OTHER on one rank, each in a process of its own. The script has its own process
+group, and one core, so that ``data_prep`` starts no workers.
 """
 
 from __future__ import annotations
@@ -82,12 +83,13 @@ def become(words: list[str]) -> NoReturn:
 
 def main() -> None:
     os.setpgrp()
+    os.chdir(sys.argv[1])
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # those of a forked rank; the script is none
     forking = SimpleNamespace(run=run, Popen=Command, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
     vars(stages)["subprocess"] = forking
-    del sys.argv[0]
+    del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
