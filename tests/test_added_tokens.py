@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,8 @@ from transformers import AddedToken, AutoTokenizer, BertForPreTraining, BertForS
 from data_prep.__main__ import main as data_prep
 from data_prep.errors import DataError
 from data_prep.tokenizer import Tokenizer, load_tokenizer
+from tests.helpers import ranks
 from tests.helpers.finetune_inputs import PIECES, TINY, bert_folder, sentences, tokenizer_folder
-from tests.helpers.ranks import ROOT
 from trainer import fill_mask
 from trainer.convert import folder as hf_folder
 from trainer.convert.weights import fitting, load_bert
@@ -158,11 +156,11 @@ def test_fine_tuning_learns_from_them_and_exports_them(tmp_path: Path) -> None:
     for name, count, first in (("train", 64, 0), ("dev", 32, 1000)):
         rows = [f"{mark} {' '.join(w)}\t{n}" for w in sentences(count, first) for n, mark in enumerate(MARKERS)]
         (data / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n")
-    command = [sys.executable, "-m", "trainer.finetune", "--task", "sentence", "--device", "cpu"]
-    command += ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "out")]
-    recipe = "--max-length 40 --epochs 5 --batches 16 --rates 1e-2 --seeds 1".split()
-    done = subprocess.run([*command, *recipe], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    words = ["--task", "sentence", "--device", "cpu"]
+    words += ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "out")]
+    words += "--max-length 40 --epochs 5 --batches 16 --rates 1e-2 --seeds 1".split()
+    [(code, said)] = ranks.finish(ranks.fork(1, "trainer/finetune/__main__.py", *words))
+    assert code == 0, said
     made = tmp_path / "out" / "model"
     theirs: Any = AutoTokenizer.from_pretrained(made, local_files_only=True)
     model = BertForSequenceClassification.from_pretrained(made, local_files_only=True).eval()

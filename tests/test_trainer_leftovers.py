@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ranks
-from tests.helpers.ranks import ROOT
 from tests.helpers.runs import lines, write_config
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.leftovers import drafts, move_aside, remove, stuck, temporary
@@ -122,14 +119,12 @@ def test_the_preflight_and_the_start_tell_it_and_change_nothing(done: Path, tmp_
 def as_nobody(folder: Path, code: str) -> str:
     """The output of ``code``, run in ``folder`` by a user whom permissions bind."""
     became = f"os.setgid({NOBODY}); os.setuid({NOBODY})\n" if os.getuid() == 0 else ""
-    imports = "import os\nfrom pathlib import Path\n"
+    imports = "import os, sys\nfrom pathlib import Path\n"
     imports += "from trainer.checkpoint.saving import CheckpointConfig, prune, stuck_saves\n"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", imports + became + code], cwd=folder, env=environ, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    whole = f"{imports}os.chdir(sys.argv[1])\n{became}{code}"
+    [(ended, said)] = ranks.finish([ranks.fork_one(0, 1, 0, "-c", whole, str(folder))])
+    assert ended == 0, said
+    return said
 
 
 def test_what_may_not_be_removed_is_reported_and_the_rest_is_removed(tmp_path: Path) -> None:

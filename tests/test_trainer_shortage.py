@@ -100,7 +100,7 @@ except TrainerError as error:
     ],
 )
 def test_all_ranks_end_with_one_code_and_a_refusal_comes_first(does: tuple[str, str], code: int, said: str) -> None:
-    ended = ranks.finish(ranks.start(2, "-c", TOGETHER, *does))
+    ended = ranks.finish(ranks.fork(2, "-c", TOGETHER, *does))
     assert [code for code, _ in ended] == [code, code]
     assert "".join(output.strip() for _, output in ended) == said
 

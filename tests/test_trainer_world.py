@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers.ranks import ROOT, environment, finish, free_port, start
+from tests.helpers.ranks import environment, finish, fork, fork_one, free_port
 from trainer.errors import TrainerError
 from trainer.ranks.world import gpu_of, place_for_deepspeed, read_world
 
 pytestmark = pytest.mark.slow
 
 NODE = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0"}
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ABSENT: dict[str, str | None] = dict.fromkeys(LAUNCHED)  # of the variables that launchers set
 JOIN = """
 import sys, torch, torch.distributed as dist
 from trainer.ranks.world import from_launcher, join, leave
@@ -131,19 +130,9 @@ def test_sruns_tasks_meet_as_ranks_of_one_node() -> None:
     """The ranks start as by srun with --gpus-per-task=1, on CPUs: each has its own local rank, and sees device 0."""
     port = str(free_port())
     given = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environ = {name: value for name, value in os.environ.items() if name not in launched} | TASKS | given
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOIN, "0"],
-            env=environ | {"SLURM_NODEID": "0", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    common = ABSENT | TASKS | given | {"SLURM_NODEID": "0", "MASTER_PORT": port}
+    own = [common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    processes = [fork_one(0, 1, 0, "-c", JOIN, "0", **settings) for settings in own]
     ended = finish(processes, timeout=60)
     assert [code for code, _ in ended] == [0, 0], ended
     assert [output.strip() for _, output in ended] == ["0 of 2: 1.0", "1 of 2: 1.0"]
@@ -156,29 +145,25 @@ def test_every_rank_has_all_ranks_texts() -> None:
         "assert gather_texts('é' * world.rank, world) == ['', 'é', 'éé']\n"
         "leave(0)\n"
     )
-    assert [code for code, _ in finish(start(3, "-c", code))] == [0, 0, 0]
+    assert [code for code, _ in finish(fork(3, "-c", code))] == [0, 0, 0]
 
 
 def test_ranks_meet_and_leave_with_their_code() -> None:
-    ended = finish(start(2, "-c", JOIN, "0"), timeout=60)
+    ended = finish(fork(2, "-c", JOIN, "0"), timeout=60)
     assert [code for code, _ in ended] == [0, 0]
     assert [output.strip() for _, output in ended] == ["0 of 2: 1.0", "1 of 2: 1.0"]
 
 
 def test_ranks_whose_launcher_names_no_port_meet_at_torchruns() -> None:
     """Rank 0 is not there, and the other one reports where it looked."""
-    without = {name: value for name, value in environment(1, 2, 0).items() if name != "MASTER_PORT"}
-    command = [sys.executable, "-c", JOIN.replace("30", "1"), "0"]
-    done = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True, timeout=60)
-    assert "rank 1 cannot meet the other ranks at 127.0.0.1:29500" in done.stderr
+    alone = fork_one(1, 2, 0, "-c", JOIN.replace("30", "1"), "0", MASTER_PORT=None)
+    [(code, said)] = finish([alone], timeout=60)
+    assert code != 0 and "rank 1 cannot meet the other ranks at 127.0.0.1:29500" in said
 
 
 def test_a_lone_process_meets_itself_without_a_launcher() -> None:
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environ = {name: value for name, value in os.environ.items() if name not in launched}
-    command = [sys.executable, "-c", JOIN, "2"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (2, "0 of 1: 0.0")
+    [(code, said)] = finish([fork_one(0, 1, 0, "-c", JOIN, "2", **ABSENT)], timeout=60)
+    assert (code, said.strip()) == (2, "0 of 1: 0.0")
 
 
 def test_what_fails_on_one_rank_is_raised_on_all_and_reported_by_the_first() -> None:
@@ -196,7 +181,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_reported_by_the_first() -> 
         "    print(world.rank, 'told:', error, flush=True)\n"
         "    leave(2)\n"
     )
-    ended = finish(start(3, "-c", code))
+    ended = finish(fork(3, "-c", code))
     assert [code for code, _ in ended] == [2, 2, 2]
     reported = [output.split("told:")[1].strip() for _, output in ended]
     assert reported[0] == reported[2] == "" and "No such file or directory: '/nowhere/at/all'" in reported[1]
@@ -223,7 +208,7 @@ def test_a_node_with_a_folder_of_its_own_is_refused(tmp_path: Path, monkeypatch:
         "    print(world.rank, 'told:', error, flush=True)\n"
         "    leave(2)\n"
     )
-    ended = finish(start(2, "-c", code, str(tmp_path)))
+    ended = finish(fork(2, "-c", code, str(tmp_path)))
     assert [code for code, _ in ended] == [2, 2]
     assert ended[0][1].split("told:")[1].strip() == ""
     assert f"run.folder {tmp_path}/1 on " in ended[1][1] and "is not the one that rank 0 writes to" in ended[1][1]
