@@ -1,6 +1,7 @@
 """A run on two hosts with real sshds is the same under each launcher, and its user's settings reach every rank.
 
-This covers three of the launchers; tests/tools/fault_table.py covers the others, and injects faults under all of them.
+This covers deepspeed and torchrun, and test_pods.py deploy.launch; tests/tools/fault_table.py covers the others, and
+injects faults under all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def configure(folder: Path, shards: Path) -> Path:
     return write_config(folder, shards, STEPS, run={"device": "cpu"}, metrics={"log_every_steps": 1})
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed, pdsh", "torchrun, PET_*", "deploy.launch"])
+@pytest.mark.parametrize("launcher", ["deepspeed, pdsh", "torchrun, PET_*"])
 def test_the_losses_are_the_same_and_settings_arrive(
     launcher: str, cluster: Site, expected: list[dict[str, Any]], tiny_shards: Path, tmp_path: Path
 ) -> None:
