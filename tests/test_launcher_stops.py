@@ -33,6 +33,7 @@ import yaml
 
 from data_prep.manifest import load_manifest
 from tests.helpers import ranks
+from tests.helpers.runs import lines, wait_for
 from trainer.monitor.metrics_log import read_lines
 
 pytestmark = pytest.mark.slow
@@ -93,8 +94,8 @@ class Started:
 
 
 @pytest.fixture
-def start(tiny_shards: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
-    """Starts a command on a run that never ends by itself; at the end, whatever is left of it is killed."""
+def config(tiny_shards: Path, tmp_path: Path) -> Path:
+    """The configuration of a run that never ends by itself."""
     phase = {"train": str(tiny_shards), "sequence_length": 32, "learning_rate": 1e-3, "steps": 1_000_000}
     vocab_size = load_manifest(tiny_shards).tokenizer.vocab_size
     model = {"layers": 1, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 32, "vocab_size": vocab_size}
@@ -106,10 +107,16 @@ def start(tiny_shards: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], S
         "metrics": {"port": None, "log_every_steps": 2},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture
+def start(config: Path) -> Iterator[Callable[[list[str]], Started]]:
+    """Starts a command on that run; at the end, whatever is left of it is killed."""
     runs: list[Started] = []
 
     def begin(command: list[str]) -> Started:
-        runs.append(Started(tmp_path / "run.yaml", command))
+        runs.append(Started(config, command))
         return runs[-1]
 
     yield begin
@@ -155,15 +162,27 @@ def test_a_stop_is_saved_and_leaves_nothing_behind(
         assert "the launcher has ended: stopping" in output
 
 
-def test_a_stop_is_saved_though_nobody_reads_the_log_any_more(start: Callable[[list[str]], Started]) -> None:
+PIPED = """
+import os, runpy, sys
+pipe = os.open(sys.argv[1], os.O_WRONLY)
+os.dup2(pipe, 1), os.dup2(pipe, 2)
+os.close(pipe)
+sys.argv = ["trainer", "--config", sys.argv[2]]
+runpy.run_path("trainer/__main__.py", run_name="__main__")
+"""
+
+
+def test_a_stop_is_saved_though_nobody_reads_the_log_any_more(config: Path) -> None:
     """The log's reader is gone, like a killed launcher that forwarded it: each print raises BrokenPipeError."""
-    run = start(COMMANDS["alone"])
-    run.wait(run.training)
-    assert run.process.stdout is not None
-    run.process.stdout.close()
-    run.process.terminate()
-    assert run.process.wait(TIMEOUT) == 75
-    assert json.loads((run.folder / "ended.json").read_text())["how"] == "stopped"
+    pipe, folder = config.with_name("pipe"), config.parent / "run"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    [forked] = ranks.fork(1, "-c", PIPED, str(pipe), str(config))
+    wait_for(lambda: len(lines(folder, "step")) > 3, forked)
+    os.close(reader)
+    forked.send_signal(signal.SIGTERM)
+    assert ranks.finish([forked], TIMEOUT) == [(75, "")]
+    assert json.loads((folder / "ended.json").read_text())["how"] == "stopped"
 
 
 def test_the_first_process_ends_at_a_signal_while_it_starts(start: Callable[[list[str]], Started]) -> None:

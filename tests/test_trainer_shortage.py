@@ -199,13 +199,18 @@ def test_a_shard_that_cannot_be_read_now_is_named_and_not_called_damaged(
 # ---- the other commands ----------------------------------------------------------------------------------------
 
 
-def limited(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command whose files may not grow beyond some kB, as on a full disk."""
-    code = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); sys.argv = sys.argv[1:]"
-    )
-    code += "; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def limited(*arguments: str) -> tuple[int, str]:
+    """(exit code, output) of a command whose files may not grow beyond some kB, as on a full disk."""
+    [ended] = ranks.finish(ranks.fork(1, "-c", LIMITED, *arguments))
+    return ended
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +234,9 @@ COMMANDS: dict[str, Words] = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_full_disk_is_no_refusal(name: str, run: Path, tiny_shards: Path, tmp_path: Path) -> None:
-    done = limited(*COMMANDS[name](run, tiny_shards, tmp_path))
-    assert done.returncode == FAILED and "Traceback" not in done.stderr, done.stderr
-    assert "raise ulimit -f" in done.stderr.splitlines()[-1]
+    code, said = limited(*COMMANDS[name](run, tiny_shards, tmp_path))
+    assert code == FAILED and "Traceback" not in said, said
+    assert "raise ulimit -f" in said.splitlines()[-1]
     left = [path.name for path in tmp_path.iterdir()]
     assert left == (["x"] if name == "build" else [])
     if name == "build":
