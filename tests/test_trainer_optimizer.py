@@ -309,8 +309,8 @@ def whole(optimizer: str, count: int) -> tuple[dict[str, Tensor], list[float]]:
     [
         (1, "0", "lamb", 20, (), 1e-6),
         (2, "1,2,3", "lamb", 20, (), 1e-6),
-        (3, "1,2,3", "lamb", 20, (), 1e-6),
-        (4, "1,2,3", "lamb", 20, (), 1e-6),
+        (3, "1,2,3", "lamb", 5, (), 1e-6),
+        (4, "1,2,3", "lamb", 5, (), 1e-6),
         (2, "0,1,3", "bounded", 5, (), 1e-6),
         (2, "1,3", "adam", 5, (), 1e-6),
         (2, "1,2,3", "lamb", 6, ("precision=fp16", "scales=1,256,65536"), 1e-3),
