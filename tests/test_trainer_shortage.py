@@ -152,7 +152,7 @@ def test_ranks_that_need_one_another_keep_the_last_checkpoint(tiny_shards: Path,
 def test_a_run_without_descriptors_says_so(tiny_shards: Path, tmp_path: Path) -> None:
     """A real shortage: it has used up all descriptors when it opens its held-out shards."""
     config = write_config(tmp_path, tiny_shards, 100_000, metrics={"log_every_steps": 1})
-    every = ("--set", "evaluation.every_steps=300", "--set", f"phases.0.heldout={tiny_shards}")
+    every = ("--set", "evaluation.every_steps=150", "--set", f"phases.0.heldout={tiny_shards}")
     [rank] = processes = ranks.fork(1, "trainer/__main__.py", "--config", str(config), *every)
     wait_for(lambda: len(lines(tmp_path / "run", "step")) > 30, rank)
     open_now = max(map(int, os.listdir(f"/proc/{rank.pid}/fd"))) + 1
