@@ -108,7 +108,7 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
         except (DataError, TrainerError) as error:
             problems.append(f"{where}.{key}: {error}")
             continue
-        found, masks = _misfits(manifest, phase, model), None
+        found, masks = misfits(manifest, phase, model), None
         try:
             tokenizer = load_proven(path / TOKENIZER_FOLDER, manifest.tokenizer.sha256)
             if key == "train" and phase.masks == "dynamic":
@@ -165,7 +165,8 @@ def _open_folder(place: str, config: Config, world: World) -> tuple[Path, Cache 
     return cache.folder, cache
 
 
-def _misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
+def misfits(manifest: Manifest, phase: Phase, model: ModelConfig) -> list[str]:
+    """List how a data set does not fit a phase and the model, each with what to change."""
     found = []
     if manifest.tokenizer.vocab_size != model.vocab_size:
         found.append(

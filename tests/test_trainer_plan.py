@@ -1,0 +1,306 @@
+"""The planner: bytes that autograd and engines really keep, measured times, and plans of whole runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from kernels import backend
+from kernels.dropout import token_keys
+from tests.helpers import ranks
+from tests.helpers.engine_on_ranks import MODEL
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.runs import write_config
+from trainer.bench.model import MODEL_SIZES, TOKENS, micro_batch
+from trainer.errors import TrainerError
+from trainer.model.bert import Bert, ModelConfig
+from trainer.plan import estimate, goodput
+from trainer.plan.__main__ import main
+from trainer.plan.activations import LAYER_BYTES, Load, kept
+from trainer.plan.cards import CARDS, Card, Rate, add_rates, choose, doubts, interpolated, read_rates
+from trainer.plan.lengths import Lengths
+from trainer.plan.memory import GIB, OUTSIDE, Setting, pass_bytes, peak, reserved, resident, sizes
+from trainer.plan.network import assumed, read_network
+from trainer.plan.speed import step_time
+
+LARGE, SHAPE = MODEL_SIZES["large"], {"hidden": 16, "heads": 2, "intermediate": 40, "max_positions": 32}
+
+
+def full(length: int) -> Lengths:
+    """Sequences of one length, 15 % of them masked."""
+    counts = np.zeros(length + 1, np.int64)
+    counts[length] = 1000
+    return Lengths(counts, 150 * length, True)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "dtype"),
+    [
+        ({"layers": 1}, [8, 5], torch.float16),
+        ({"layers": 3, "layer_norm": "before"}, [9], torch.bfloat16),
+        ({"layers": 2, "hidden": 24, "heads": 3}, [3, 3, 11], torch.float16),
+        ({"layers": 1, "layer_norm": "before"}, [7, 7], torch.float32),  # attention for long sequences
+    ],
+)
+def test_activations_are_what_autograd_keeps(changes: dict[str, Any], lengths: list[int], dtype: torch.dtype) -> None:
+    model = ModelConfig(**{**SHAPE, "vocab_size": 70, **changes})
+    bert, batch = Bert(model).to(dtype), micro_batch(lengths, model)
+    keys = token_keys(0, 1, batch.samples, batch.positions, batch.cu_seqlens)
+    weights = {p.untyped_storage().data_ptr() for p in bert.parameters()}
+    seen: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with backend.using("triton"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = bert(batch, keys)  # keeps the graph, and with it each address, until they are added up
+        load = Load(sum(lengths), batch.masked.numel(), len(lengths))
+        assert sum(seen.values()) == sum(kept(model, load, dtype.itemsize))
+    del output
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_pass_is_what_the_plan_says() -> None:
+    """The peak is in backward's first MLP. Only partial sums and scalars are not planned."""
+    changes: dict[str, Any] = {**SHAPE, "layers": 1, "vocab_size": 20, "intermediate": 80}
+    model = ModelConfig(**changes)
+    bert, batch = Bert(model).half(), micro_batch([31], model)
+    keys = token_keys(0, 1, batch.samples, batch.positions, batch.cu_seqlens)
+
+    def run() -> None:
+        output = bert(batch, keys)
+        torch.autograd.backward(output.mlm_loss + output.nsp_loss)
+        bert.zero_grad()
+
+    with backend.using("triton"):
+        for collects in (False, True):
+            with LiveBytes([*bert.parameters(), batch.samples, batch.is_next], collects) as live:
+                run()
+    load = Load(31, batch.masked.numel(), 1)
+    planned = pass_bytes(model, sizes(model), Setting(1, "fp16", 1), load)
+    assert sum(kept(model, load, 2)) < planned == pytest.approx(live.peak, rel=0.015)
+
+
+@pytest.mark.slow
+def test_engines_keep_what_the_plan_says(tmp_path: Path) -> None:
+    size, plans, out = 2, ["fp16:1:2", "bf16:2:2", "bf16:1:2"], tmp_path / "bytes.json"
+    ended = ranks.finish(ranks.fork(size, "tests/helpers/plan_on_ranks.py", str(out), *plans), timeout=120)
+    assert {code for code, _ in ended} == {0}, "\n".join(text for _, text in ended)
+    counted, found = sizes(MODEL), json.loads(out.read_text())
+    for plan in plans:
+        precision, stage, micro_batches = plan.split(":")
+        setting = Setting(int(stage), precision, size)  # type: ignore[arg-type]
+        planned = resident(counted, setting, micro_batches != "1")
+        own = sum(bytes_ for kind, bytes_ in planned.items() if kind not in OUTSIDE)
+        scattered = planned["gradients"] // 3  # gloo reduces in place, NCCL into a share
+        assert found[plan] == own - scattered, plan
+
+
+def test_checkpointing_keeps_what_its_own_test_counts() -> None:
+    """The numbers of docs/performance.md. One layer at a time is computed again, so its bytes come back."""
+    keep = {kind: of(LARGE, 2) for kind, of in LAYER_BYTES.items()}
+    assert keep == {"none": 32_848, "cheap": 22_608, "full": 2_048}
+    load = Load(TOKENS, round(0.15 * TOKENS), TOKENS // 128)
+    for kind, size in keep.items():
+        setting = Setting(1, "fp16", 1, checkpointing=kind)
+        most, least = TOKENS * (24 * size + 45_000), TOKENS * (23 * size + keep["none"])
+        assert least < pass_bytes(LARGE, sizes(LARGE), setting, load) < most
+
+
+def test_bert_large_takes_what_was_measured() -> None:
+    """docs/performance.md: forward and backward of 32,768 tokens without an optimizer take 25 GiB on an H200."""
+    load = Load(TOKENS, round(0.15 * TOKENS), TOKENS // 128)
+    assert (sum(kept(LARGE, load, 2)) + 2 * sizes(LARGE).parameters) / GIB == pytest.approx(25, abs=0.5)
+
+
+def test_the_peak_is_at_the_end_of_forward_unless_little_is_kept() -> None:
+    counted, setting = sizes(LARGE), Setting(1, "fp16", 2)
+    small, large = (peak(LARGE, counted, setting, Load(n, round(0.15 * n), 1), True) for n in (16, TOKENS))
+    gradients = 2 * counted.parameters - small["activations"] - small["logits"]
+    assert small["workspace"] > gradients > 0
+    assert large["workspace"] < 0.03 * (large["activations"] + large["logits"])
+    assert sum(large.values()) - reserved(large) == large["NCCL"] + large["context"]
+
+
+def test_more_ranks_and_stages_take_less() -> None:
+    counted = sizes(LARGE)
+    stages = [sum(resident(counted, Setting(stage, "fp16", 8), True).values()) for stage in (1, 2, 3)]
+    assert stages == sorted(stages, reverse=True) and stages[0] > 1.2 * stages[1]
+    alone, many = (sum(resident(counted, Setting(2, "fp16", size), True).values()) for size in (2, 64))
+    assert many < alone
+    offloaded = resident(counted, Setting(2, "fp16", 8, offloads=True), True)
+    assert offloaded["masters"] == offloaded["moments"] == 0
+
+
+# ---- time ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("micro_batches", "milliseconds"), [(8, 8 * 130.6), (1, 141.4)])
+def test_a_step_takes_what_was_measured(micro_batches: int, milliseconds: float) -> None:
+    """docs/performance.md: BERT-Large on two H200s, ZeRO 1, LAMB."""
+    card, batch = choose(read_rates(CARDS), "h200"), 2 * micro_batches * TOKENS // 128
+    work = (full(128), (batch, micro_batches), (card, assumed(2, 1)))
+    found = step_time(LARGE, sizes(LARGE), Setting(1, "fp16", 2), "lamb", *work)
+    assert 1000 * found.total == pytest.approx(milliseconds, rel=0.1)
+
+
+def rate(hidden: int, length: int, tflops: float) -> Rate:
+    return Rate("NVIDIA X1", 40.0, 12, hidden, length, 32_768, 100.0, tflops, "2026-01-01", "a test")
+
+
+def test_rates_between_the_measured_ones() -> None:
+    rates = [rate(512, 128, 200), rate(2048, 128, 400), rate(2048, 512, 300)]
+    assert interpolated(rates, 2048, 128) == 400 and interpolated(rates, 2048, 320) == 350
+    assert interpolated(rates, 1024, 128) == pytest.approx(300)  # halfway in the logarithm
+    assert interpolated(rates, 512, 512) == pytest.approx(150)  # as for the width with more lengths
+    assert interpolated(rates, 64, 128) == 200 and interpolated(rates, 2048, 4096) == 300
+    card = Card("NVIDIA X1", 40.0, tuple(rates))
+    assert not doubts(card, 1024, 130, 32_768)
+    assert ["hidden", "length", "micro-batches"] == [line.split()[0] for line in doubts(card, 64, 900, 100)]
+
+
+def test_a_table_of_rates_is_kept_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    add_rates(path, [rate(512, 128, 200)])
+    add_rates(path, [rate(512, 128, 210), rate(512, 512, 190)])
+    assert [row.tflops for row in read_rates(path)] == [210, 190]
+    with pytest.raises(TrainerError, match="--card 'a100' is not in the table: name one of NVIDIA X1"):
+        choose(read_rates(path), "a100")
+    for text, said in (("[1]", "no table"), ("{", "no table"), (json.dumps([asdict(rate(0, 1, 1))]), "hidden is 0")):
+        path.write_text(text)
+        with pytest.raises(TrainerError, match=said):
+            read_rates(path)
+
+
+def test_a_ring_costs_its_steps_and_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    timings = [
+        {"collective": "reduce-scatter", "seconds": s, "bus_bytes_per_second": r} for s, r in ((6e-5, 1), (1, 4e9))
+    ]
+    path.write_text(json.dumps({"ranks": [{}] * 4, "collectives": timings}))
+    assert read_network(path).pass_seconds(16e9, 4) == pytest.approx(3 * 2e-5 + 0.75 * 16e9 / 4e9)
+    path.write_text(json.dumps({"ranks": [{}], "collectives": []}))
+    with pytest.raises(TrainerError, match="no result of a network check"):
+        read_network(path)
+
+
+@pytest.mark.parametrize(("stall", "between"), [(1.0, 3600.0), (60.0, 7200.0)])
+def test_no_other_interval_is_better(stall: float, between: float) -> None:
+    best = goodput.best_interval(stall, between)
+    assert best == pytest.approx((2 * stall * between) ** 0.5, rel=0.1)  # Young's
+    most = goodput.goodput(best, stall, 100, between)
+    for other in (0.5 * best, 0.8 * best, 1.25 * best, 2 * best):
+        assert goodput.goodput(other, stall, 100, between) < most < 1
+
+
+# ---- whole plans ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(own_shards: Path, tmp_path: Path) -> Path:
+    """A run over a data set whose shards are gone."""
+    for pattern in ("*.tar", "*.idx.npy"):
+        for path in own_shards.glob(pattern):
+            path.unlink()
+    return write_config(tmp_path, own_shards, 7, engine={"zero_stage": 2})
+
+
+def test_a_plan_is_printed_written_and_drawn(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--gpus 2 --card h200 --price 2 --failures 0.01 --set phases.0.micro_batch=4"
+    files = ["--json", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.png")]
+    assert main(["--config", str(config), *words.split(), *files]) == 0
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in printed.splitlines()), printed
+    assert "ZeRO 2*" in printed and "Daly" in printed and "hidden 16" in printed
+    tree = json.loads((tmp_path / "plan.json").read_text())
+    [phase] = tree["phases"]
+    assert (phase["steps"], phase["samples"], phase["accumulation"]) == (7, 210, 4)
+    assert phase["largest_micro_batch"]["2"] == 15  # a rank's share
+    assert tree["cost"] == pytest.approx(2 * tree["gpu_hours"]) and 0 < tree["checkpoints"]["goodput"] < 1
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_largest_micro_batch_is_the_largest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the refusal names is accepted, and one more is not."""
+    words = ["--config", str(config), "--gpus", "1", "--memory", "641MiB", "--tflops", "100"]
+    words += ["--set", "phases.0.global_batch=20000", "--set"]
+    assert main([*words, "phases.0.micro_batch=20000"]) == 2
+    said = capsys.readouterr().err
+    most = int(said.split("lower micro_batch to ")[1].split()[0].replace(",", ""))
+    assert 1 < most < 10_000 and said.count("\n") == 1
+    capsys.readouterr()
+    assert main([*words, f"phases.0.micro_batch={most}"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+    assert main([*words, f"phases.0.micro_batch={most + most // 10}"]) == 2
+
+
+IMPOSSIBLE = [
+    ("--gpus 1 --memory 500MiB --tflops 100", "not even one fits on any number of these GPUs"),
+    ("--gpus 1 --memory 80GiB", "name a card with --card, or give both --memory and --tflops"),
+    ("--gpus 1 --card h9", "name one of NVIDIA H100 80GB HBM3, NVIDIA H200"),
+    ("--gpus 8 --nodes 8192 --card h200 --failures 100000", "leaves 0.0% for training"),
+    ("--gpus 1 --card h200 --set run.ranks=4", "run.ranks is 4, but --gpus and --nodes make 1"),
+    ("--gpus 1 --card h200 --set engine.precision=fp32", "give --tflops"),
+    ("--gpus 1 --card h200 --set phases.0.train=/absent", "phases.0.train: /absent holds no manifest.json"),
+    ("--gpus 1 --card h200 --set model.vocab_size=99", "set model.vocab_size to the shards' size"),
+    ("--gpus 1 --card h200 --network /absent", "--network /absent cannot be read"),
+    ("--gpus 1 --card h200 --json /absent/plan.json", "no file can be created in the folder"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), IMPOSSIBLE)
+def test_the_impossible_is_refused_in_one_line(
+    words: str, said: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(config), *words.split()]) == 2
+    output = capsys.readouterr()
+    assert said in output.err and output.err.count("\n") == 1 and not output.out
+
+
+def test_checkpointing_is_named_if_it_makes_room(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--gpus 1 --memory 700MiB --tflops 100 --set model.layers=30 --set phases.0.global_batch=3000"
+    given = ["--config", str(config), *words.split(), "--set", "phases.0.micro_batch=500"]
+    assert main(given) == 2
+    kind = capsys.readouterr().err.split("or set engine.checkpointing to ")[1].strip()
+    assert main([*given, "--set", f"engine.checkpointing={kind}"]) == 0
+    assert f"note: engine.checkpointing {kind}: its time is not measured" in capsys.readouterr().out
+
+
+def test_a_stage_without_room_is_shown(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "largest", lambda config, setting, *rest: setting.stage)
+    assert main(["--config", str(config), "--gpus", "1", "--card", "h200"]) == 0
+    assert "largest micro-batch         none           1           2           3" in capsys.readouterr().out
+
+
+def test_a_phase_in_minutes_has_steps(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = yaml.safe_load(config.read_text())
+    del tree["phases"][0]["steps"]
+    tree["phases"][0]["minutes"] = 3
+    config.write_text(yaml.safe_dump(tree))
+    assert main(["--config", str(config), "--gpus", "1", "--card", "h200"]) == 0
+    assert "training    3.0 min" in capsys.readouterr().out
+
+
+def test_masked_share_and_squares_come_from_the_histogram() -> None:
+    counts = np.zeros(33, np.int64)
+    counts[[8, 32]] = 3, 1
+    lengths = Lengths(counts, 14, True)
+    found = lengths.batch(8)
+    assert (found.targets, found.pairs, found.tokens, found.squares) == (28, 8, 112, 2 * (3 * 64 + 1024))
+    assert replace(lengths, pairs=False).batch(8).pairs == 0
+    assert 14 * 4 <= lengths.fullest(4).tokens <= 128

@@ -1,0 +1,161 @@
+"""Measured rates of cards, and the rate of a model that lies between the measured ones. Pure, except for reading files.
+
+``cards.json`` has only rates that `docs/lab.md` records. ``python -m trainer.bench --write FILE`` adds rows in the same
+format for another card or model, and ``--rates FILE`` makes the planner use them.
+
+Rates are TFLOP/s of :mod:`trainer.model.flops` over forward and backward passes. Between two measured lengths, and
+between two measured widths, they are interpolated: linearly in the length, and in the logarithm of the width. If a
+width was measured at fewer lengths than the one with the most, the other lengths are scaled as that one's are. Outside
+the measured range the nearest value holds, and :func:`doubts` says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.atomic import replacing
+from data_prep.json_text import read_json, shown
+from trainer.errors import TrainerError, shortage
+
+CARDS = Path(__file__).with_name("cards.json")
+# Picoseconds per updated parameter: docs/lab.md, 2026-11-28, BERT-Large's 336 million. Other cards: the slower one's.
+OPTIMIZER_PS = {
+    "NVIDIA H100 80GB HBM3": {"lamb": 12.33, "adam": 10.30},
+    "NVIDIA H200": {"lamb": 9.35, "adam": 7.38},
+}
+
+
+NEAR = 1.2  # beyond the measured range by this factor, a plan says so
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measurement of the forward and backward pass in fp16."""
+
+    card: str  # CUDA's name of the device
+    memory_gib: float  # CUDA's total memory of the device
+    layers: int
+    hidden: int
+    length: int  # of every sequence
+    tokens: int  # in the micro-batch
+    milliseconds: float
+    tflops: float
+    date: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as the planner knows it."""
+
+    name: str
+    memory_gib: float
+    rates: tuple[Rate, ...]  # empty if ``tflops`` was given
+    tflops: float | None = None  # the same for every model
+
+    def rate(self, hidden: int, length: float) -> float:
+        """The rate for a model's width and length (the mean over tokens of their sequence's length), in TFLOP/s."""
+        return self.tflops if self.tflops is not None else interpolated(self.rates, hidden, length)
+
+    def optimizer_ps(self, optimizer: str) -> float:
+        """Picoseconds of an update per parameter."""
+        slowest = max(OPTIMIZER_PS.values(), key=lambda times: times[optimizer])
+        return OPTIMIZER_PS.get(self.name, slowest)[optimizer]
+
+
+def read_rates(path: Path) -> list[Rate]:
+    """Read a table of rates. Raises TrainerError if it is not one."""
+    try:
+        found = read_json(path)
+        rows = [Rate(**row) for row in found]
+    except OSError as error:
+        if shortage(error):
+            raise
+        raise TrainerError(f"{path} cannot be read ({error.strerror}): name a file of trainer.bench --write") from None
+    except (ValueError, TypeError) as error:
+        raise TrainerError(f"{path} is no table of rates ({error}): write one with trainer.bench --write") from None
+    for row in rows:
+        for name, kind in ((each.name, each.type) for each in fields(Rate)):
+            value = getattr(row, name)
+            if not (isinstance(value, str) if kind == "str" else _positive(value)):
+                what = "a text" if kind == "str" else "a number above 0"
+                raise TrainerError(f"{path}: {name} is {shown(value)}: must be {what}; measure it again")
+    return rows
+
+
+def add_rates(path: Path, more: Sequence[Rate]) -> None:
+    """Add rows to the table at ``path``, or start one. A row of the same card, model and length is replaced."""
+    found = {_place(row): row for row in [*(read_rates(path) if path.exists() else []), *more]}
+    with replacing(path) as file:
+        lines = ",".join(f"\n {json.dumps(asdict(row))}" for row in found.values())
+        file.write(f"[{lines}\n]\n".encode())
+
+
+def choose(rates: Sequence[Rate], name: str) -> Card:
+    """The card whose name contains ``name``, such as h100. Raises TrainerError with the known cards."""
+    names = sorted({row.card for row in rates})
+    found = [each for each in names if name.lower() in each.lower()]
+    exact = [each for each in found if each.lower() == name.lower()]
+    if len(exact or found) != 1:
+        what = "is ambiguous" if found else "is not in the table"
+        raise TrainerError(
+            f"--card {shown(name)} {what}: name one of {', '.join(found or names)}; or give --memory and --tflops"
+        )
+    [card] = exact or found
+    rows = tuple(row for row in rates if row.card == card)
+    return Card(card, rows[-1].memory_gib, rows)
+
+
+def interpolated(rates: Sequence[Rate], hidden: int, length: float) -> float:
+    """The rate between the measured ones; see the top of this file."""
+    by_width: dict[int, dict[int, float]] = {}
+    for row in rates:
+        by_width.setdefault(row.hidden, {})[row.length] = row.tflops
+    model = max(by_width.values(), key=len)
+    widths = sorted(by_width)
+    values = [_at_length(by_width[width], model, length) for width in widths]
+    return float(np.interp(math.log(hidden), np.log(widths), values))
+
+
+def doubts(card: Card, hidden: int, length: float, tokens: int) -> list[str]:
+    """Why a rate may be wrong: what it extends beyond the measurements."""
+    if card.tflops is not None:
+        return []
+    found = []
+    for what, value, measured in (
+        ("hidden", hidden, [row.hidden for row in card.rates]),
+        ("length", length, [row.length for row in card.rates]),
+    ):
+        low, high = min(measured), max(measured)
+        if not low / NEAR <= value <= high * NEAR:
+            span = f"{low} to {high}" if low < high else f"{low} only"
+            found.append(f"{what} {value:,.0f}: {card.name} was measured at {span}")
+    least = min(row.tokens for row in card.rates)
+    if tokens < least / 4:
+        found.append(f"micro-batches of {tokens:,} tokens: {card.name} was measured at {least:,}; fewer are slower")
+    return found
+
+
+def _at_length(own: dict[int, float], model: dict[int, float], length: float) -> float:
+    low, high = min(own), max(own)
+    inside = min(max(length, low), high)
+    return _interp(own, inside) * _interp(model, length) / _interp(model, inside)
+
+
+def _interp(by_length: dict[int, float], length: float) -> float:
+    at = sorted(by_length)
+    return float(np.interp(length, at, [by_length[each] for each in at]))
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _place(row: Rate) -> tuple[str, int, int, int]:
+    return row.card, row.layers, row.hidden, row.length

@@ -1,0 +1,181 @@
+"""The memory of a rank's GPU by kind, at the moment of the step when most of it is in use. Pure functions.
+
+The sizes of what stays from step to step under ZeRO 1 and 2 in half precision are those of
+:mod:`trainer.engine.gradients`, and a test compares them with an engine's tensors. Those of ZeRO 0 and 3, and of bf16
+under ZeRO 1, are DeepSpeed 0.19.8's (``runtime/zero``, ``runtime/bf16_optimizer.py``); its temporary buffers are
+estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trainer.engine.engine import EngineConfig, deepspeed_config
+from trainer.model.bert import Bert, ModelConfig
+from trainer.model.checkpointing import Checkpointing
+from trainer.plan.activations import LAYER_BYTES, Kept, Load, kept, layer_bytes
+
+GIB, MIB = 2**30, 2**20
+KINDS = (
+    "weights",
+    "masters",
+    "moments",
+    "gradients",
+    "accumulation",
+    "activations",
+    "logits",
+    "workspace",
+    "NCCL",
+    "context",
+)
+OUTSIDE = ("NCCL", "context")  # not in PyTorch's own count, torch.cuda.max_memory_reserved
+ALIGNED = 2  # elements; DeepSpeed pads the row of weights to a multiple of this times the ranks
+
+# Allowances. None was measured: each is to be calibrated on a GPU.
+CUBLAS_BYTES = 32 * MIB  # PyTorch's default workspace for cuBLAS on Hopper
+FRAGMENTED = 0.02  # of activations, logits and workspace: blocks that the allocator cannot use
+NCCL_BYTES = 1 * GIB  # buffers and channels of one communicator; none on one rank
+CONTEXT_BYTES = 600 * MIB  # CUDA's context and the loaded kernels
+
+Precision = Literal["fp16", "bf16", "fp32"]
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of elements of a model's parameters."""
+
+    parameters: int
+    layer: int  # in one layer
+    small: int  # that stay whole on each rank under ZeRO 3
+    by_tensor: tuple[int, ...]
+
+    def padded(self, ranks: int) -> int:
+        """Elements of the row that is cut into equal shares under ZeRO 1 and 2."""
+        multiple = ALIGNED * ranks
+        return -(-self.parameters // multiple) * multiple
+
+    def share(self, stage: int, ranks: int) -> int:
+        """Elements that one rank updates."""
+        if stage == 0:
+            return self.parameters
+        if stage == 3:
+            return sum(-(-elements // ranks) for elements in self.by_tensor)
+        return self.padded(ranks) // ranks
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a run uses its GPUs, as far as memory depends on it."""
+
+    stage: int
+    precision: Precision
+    ranks: int
+    offloads: bool = False
+    apex: bool = False  # NVIDIA Apex's optimizers need an fp32 copy of the gradients
+    checkpointing: Checkpointing = "none"
+
+    @property
+    def deepspeed_bf16(self) -> bool:
+        """Whether DeepSpeed's BF16_Optimizer runs, which keeps and reduces all gradients in fp32."""
+        return self.stage == 1 and self.precision == "bf16" and not self.offloads
+
+    @property
+    def element(self) -> int:
+        """Bytes per weight and activation."""
+        return 4 if self.precision == "fp32" else 2
+
+
+def sizes(model: ModelConfig) -> Sizes:
+    """Count a model's parameters without allocating them."""
+    with torch.device("meta"):
+        named = {name: p.numel() for name, p in Bert(model).named_parameters()}
+    parameters = sum(named.values())
+    stated: Any = deepspeed_config(EngineConfig(zero_stage=3), "fp16", 1, parameters)["zero_optimization"]
+    limit = stated["stage3_param_persistence_threshold"]
+    layer = sum(elements for name, elements in named.items() if name.startswith("layers.0."))
+    small = sum(elements for elements in named.values() if elements <= limit)
+    return Sizes(parameters, layer, small, tuple(named.values()))
+
+
+def resident(sizes: Sizes, setting: Setting, accumulates: bool) -> Bytes:
+    """Bytes on the GPU that stay from step to step. ``accumulates``: a step has several micro-batches."""
+    stage, ranks, element = setting.stage, setting.ranks, setting.element
+    whole, share = sizes.padded(ranks), sizes.share(stage, ranks)
+    found = dict.fromkeys(KINDS, 0)
+    if not setting.offloads:
+        found["masters"], found["moments"] = 4 * share, 8 * share
+    if stage == 0:  # the weights are the masters
+        found |= {"weights": 4 * sizes.parameters, "masters": 0, "gradients": 4 * sizes.parameters}
+    elif stage == 3:
+        found |= {"weights": element * (share + sizes.small), "gradients": element * share}
+    elif setting.precision == "fp32":  # DeepSpeed reduces in a bucket and keeps its share of the sums
+        found |= {"weights": 4 * whole, "gradients": 4 * whole, "accumulation": 4 * share}
+    elif setting.deepspeed_bf16:
+        found |= {"weights": 2 * whole, "accumulation": 4 * whole}
+    else:
+        row, reduced = 2 * whole, 2 * share if ranks > 1 else 0
+        sums = 4 * (whole if stage == 1 else share) if accumulates else 0
+        found |= {"weights": 2 * whole, "gradients": row + reduced, "accumulation": sums}
+    if setting.apex:
+        found["gradients"] += 4 * share
+    found["NCCL"] = NCCL_BYTES if ranks > 1 else 0
+    found["context"] = CONTEXT_BYTES
+    return found
+
+
+def host_bytes(sizes: Sizes, setting: Setting) -> int:
+    """Bytes of host memory that a rank's offloaded optimizer takes: masters, moments, and new weights."""
+    return (12 + setting.element) * sizes.share(setting.stage, setting.ranks) if setting.offloads else 0
+
+
+def peak(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load, accumulates: bool) -> Bytes:
+    """Bytes by kind at the moment of the step when their sum is largest.
+
+    At the end of the forward pass, everything that backward needs is kept. What a later moment takes beyond that, in
+    the space that the logits and activations have left by then, is counted as workspace.
+    """
+    found = resident(sizes, setting, accumulates)
+    held = kept(model, load, setting.element, setting.checkpointing)
+    passing = pass_bytes(model, sizes, setting, load)
+    found["weights"] += _gathered(sizes, setting)
+    found["activations"], found["logits"] = held.encoder + held.heads, held.logits
+    found["workspace"] = passing - sum(held) + CUBLAS_BYTES + round(FRAGMENTED * passing)
+    return found
+
+
+def pass_bytes(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load) -> int:
+    """The most bytes that a forward and backward pass takes, with the gradients of weights."""
+    held = kept(model, load, setting.element, setting.checkpointing)
+    return max(sum(held), _in_the_last_layer(model, setting, load, held), _at_the_end(setting, sizes))
+
+
+def reserved(found: Bytes) -> int:
+    """The part of a rank's memory that ``torch.cuda.max_memory_reserved`` counts."""
+    return sum(size for kind, size in found.items() if kind not in OUTSIDE)
+
+
+def _in_the_last_layer(model: ModelConfig, setting: Setting, load: Load, held: Kept) -> int:
+    """Bytes in backward's first MLP: the heads are done, and gradients of its input and of GELU's input arrive."""
+    weights = (model.vocab_rows + 2 * model.hidden + model.intermediate) * model.hidden  # gradients so far
+    arriving = load.tokens * (model.hidden + model.intermediate)
+    kept_now = LAYER_BYTES[setting.checkpointing](model, setting.element)
+    again = load.tokens * (layer_bytes(model, setting.element) - kept_now)  # what checkpointing computes again
+    return held.encoder + again + setting.element * (weights + arriving)
+
+
+def _at_the_end(setting: Setting, sizes: Sizes) -> int:
+    """Bytes at the end of backward, where autograd's gradients have not been moved into the row yet."""
+    moved = setting.stage in (0, 3)  # DeepSpeed keeps or reduces each one as it comes
+    return 0 if moved else setting.element * sizes.parameters
+
+
+def _gathered(sizes: Sizes, setting: Setting) -> int:
+    """Bytes of weights that ZeRO 3 has gathered at once: all of them, up to ``stage3_max_live_parameters``."""
+    if setting.stage != 3:
+        return 0
+    live = min(sizes.parameters - sizes.small, 10**9)
+    return setting.element * max(live, 2 * sizes.layer)
