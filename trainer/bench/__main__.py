@@ -13,11 +13,13 @@ from typing import get_args
 import torch
 
 from data_prep.errors import DataError
-from data_prep.options import CommandParser
+from data_prep.options import CommandParser, check_place
 from trainer.bench import checkpointing
 from trainer.bench.model import MODEL_SIZES, TOKENS, report, shard_lengths
 from trainer.console import print_result
+from trainer.errors import TrainerError
 from trainer.model.checkpointing import Checkpointing
+from trainer.plan.cards import add_rates
 
 
 def main() -> None:
@@ -29,17 +31,23 @@ def main() -> None:
     parser.add_argument("--checkpointing", nargs="+", choices=get_args(Checkpointing), help="compare these kinds")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="of the full sequences")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="per micro-batch of full sequences (%(default)s)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="add our rates at full length, for trainer.plan")
     given = parser.parse_args()
     if not 1 <= min(given.lengths) <= max(given.lengths) <= min(512, given.tokens):
         parser.error("--lengths must be between 1 and 512, and at most --tokens")
-    if given.checkpointing and (given.shards or given.compile):
-        parser.error("--checkpointing takes full sequences of Lambert's model only: remove --shards and --compile")
+    if given.checkpointing and (given.shards or given.compile or given.write):
+        parser.error(
+            "--checkpointing only compares Lambert's model with itself: remove --shards, --compile and --write"
+        )
     if not torch.cuda.is_available():
         raise SystemExit("trainer.bench: error: no CUDA device: run this benchmark on a machine with a GPU")
     try:
         work = {f"{s} full": [s] * (given.tokens // s) for s in given.lengths}
         work |= {str(folder): shard_lengths(folder) for folder in given.shards}
-    except DataError as error:
+        if given.write is not None:
+            check_place("--write", given.write, ".json")
+            add_rates(given.write, [])  # so that a file that is no table is refused before the time is spent
+    except (DataError, TrainerError) as error:
         raise SystemExit(f"trainer.bench: error: {error}") from error
     logging.disable(logging.WARNING)
     print_result(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, BERT-{given.size}, fp16, dropout 0.1\n")
@@ -50,7 +58,9 @@ def main() -> None:
         return
     print_result("| sequences | who | ms | TFLOP/s | valid tokens/s | GiB |\n|---|---|---|---|---|---|")
     for name, lengths in work.items():
-        report(name, MODEL_SIZES[given.size], lengths, given.compile)
+        found = report(name, MODEL_SIZES[given.size], lengths, given.compile)
+        if given.write is not None and len(set(lengths)) == 1:
+            add_rates(given.write, [found])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainer.console import print_result
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.flops import model_flops
+from trainer.plan.cards import Rate
 
 TOKENS = 32_768
 Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # builds a forward and backward pass
@@ -157,22 +159,41 @@ def parts(run: Callable[[], object]) -> dict[str, float]:
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
-def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> None:
-    """Print a row for each contender, and where ours spends its time."""
+def rate(model: ModelConfig, lengths: list[int], ms: float, flops: float) -> Rate:
+    """A measurement of our model as the planner's table has it."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Rate(
+        card=properties.name,
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        layers=model.layers,
+        hidden=model.hidden,
+        length=lengths[0],
+        tokens=sum(lengths),
+        milliseconds=round(ms, 2),
+        tflops=round(flops / ms / 1e9, 1),
+        date=datetime.now(UTC).date().isoformat(),
+        source=f"python -m trainer.bench, torch {torch.__version__}",
+    )
+
+
+def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> Rate:
+    """Print a row for each contender, and where ours spends its time. Returns our rate."""
     batch = micro_batch(lengths, model).to(torch.device("cuda"))
     counts = GlobalCounts(batch.masked.numel(), len(lengths), sum(lengths), sum(n * n for n in lengths))
     flops = model_flops(model, counts)
     contenders: dict[str, Contender] = {"Lambert": ours, "Hugging Face": partial(theirs, compiled=False)}
     if compiled:
         contenders["Hugging Face, compiled"] = partial(theirs, compiled=True)
+    times = {}
     for who, make in contenders.items():
         run = make(model, batch)
-        ms = milliseconds(run)
-        rate = f"{flops / ms / 1e9:.0f} | {sum(lengths) / ms * 1e3:,.0f}"
-        print_result(f"| {name} | {who} | {ms:.1f} | {rate} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |")
+        ms = times[who] = milliseconds(run)
+        speed = f"{flops / ms / 1e9:.0f} | {sum(lengths) / ms * 1e3:,.0f}"
+        print_result(f"| {name} | {who} | {ms:.1f} | {speed} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |")
         if who == "Lambert":
             spent = ", ".join(f"{part} {ms:.1f}" for part, ms in parts(run).items())
             print_result(f"| | by part, ms | {spent} | | | |")
         del run
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    return rate(model, lengths, times["Lambert"], flops)
