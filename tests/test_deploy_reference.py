@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from data_prep.vocab import train_tokenizer
-from deploy import stages
+from deploy import commands
 from deploy.reference import __main__ as reference
 from deploy.reference.done import Done
 from deploy.reference.scores import aligned, score
@@ -33,12 +33,12 @@ from trainer.run.config import load
 def test_a_stage_is_printed_as_a_shell_reads_it_and_its_exit_code_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     code = 'import sys; print(sys.argv[1:]); sys.exit("$HOME" in sys.argv)'
     words = [sys.executable, "-c", code, "a b", "it's", "*"]
-    said = stages.command(*words, script="x", quiet=True)
+    said = commands.command(*words, script="x", quiet=True)
     line = capfd.readouterr().out.removeprefix("$ ")
     assert subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout == said
     for ending, expected in (("sys.exit(2)", REFUSED), ("os.kill(os.getpid(), 9)", FAILED)):
         with pytest.raises(SystemExit) as ended:
-            stages.command(sys.executable, "-c", f"import os, sys; {ending}", script="x")
+            commands.command(sys.executable, "-c", f"import os, sys; {ending}", script="x")
         assert ended.value.code == expected
         assert capfd.readouterr().err.startswith("x: error: import os, sys; ")
 
@@ -89,7 +89,7 @@ def test_pre_training_that_did_not_end_by_itself_is_not_done(
     if ended is not None:
         (given.out / "run/ended.json").write_text(ended)
     monkeypatch.setattr(reference, "vocabulary", lambda shards: 600)
-    monkeypatch.setattr(stages, "launch", lambda *words, **more: argparse.Namespace(finish=lambda: code))
+    monkeypatch.setattr(commands, "launch", lambda *words, **more: argparse.Namespace(finish=lambda: code))
     with pytest.raises(SystemExit) as error:
         reference.pretrain(given, load(given.config), shards, done)
     assert error.value.code == (code or FAILED) and not done.stages["pretrain"]["finished"]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from deploy import stages
-from deploy.stages import Launch, section
+from deploy import commands
+from deploy.commands import Launch, section
 from trainer.monitor.metrics_log import Record, read_lines
 
 CORPUS = Path("deploy/demo/corpus")
@@ -33,7 +33,7 @@ SENTENCES = (
     "The people of the United [MASK] have the right to choose.",
     "It was a dark night, and he could not [MASK] anything.",
 )
-command = partial(stages.command, script="demo")
+command = partial(commands.command, script="demo")
 
 
 def main() -> int:
@@ -165,7 +165,7 @@ def export() -> None:
 def launch() -> Launch:
     """Start the run; its output goes to launcher.log too."""
     ranks = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
-    return stages.launch(ranks, ROOT / "launcher.log", "--config", CONFIG)
+    return commands.launch(ranks, ROOT / "launcher.log", "--config", CONFIG)
 
 
 def scrape(name: str) -> str:

@@ -24,10 +24,10 @@ from typing import Any
 from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, file_sha256, load_manifest
 from data_prep.options import CommandParser, check_range
-from deploy import stages
+from deploy import commands
+from deploy.commands import section
 from deploy.reference.done import Done, tree_hashes
 from deploy.reference.scores import Score, aligned, draw, score
-from deploy.stages import section
 from trainer.checkpoint.reading import named, step_of
 from trainer.console import silent
 from trainer.errors import TrainerError, exit_code, explain
@@ -42,7 +42,7 @@ CONFIG = Path("deploy/configs/reference-base.yaml")
 DUPLICATES = {32: 3, 128: 8}  # sequence length: passes over the text, each with its own masks; 5 for others
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RATE = "5e-5"  # of fine-tuning; the rest of a task's recipe is trainer.finetune's
-command = partial(stages.command, script="reference")
+command = partial(commands.command, script="reference")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,9 +167,9 @@ def pretrain(given: argparse.Namespace, config: Config, shards: dict[str, Path],
         return
     words = [word for each in sets for word in ("--set", each)]
     log = given.out / "launcher.log"
-    code = stages.launch(given.ranks, log, "--config", given.config, *words, port=free_port("127.0.0.1")).finish()
+    code = commands.launch(given.ranks, log, "--config", given.config, *words, port=free_port("127.0.0.1")).finish()
     if code != 0 or not finished(run):  # the launcher's code may be 0 although its ranks were killed or stopped
-        stages.fail("reference", f"pre-training ended early, with code {code}; see the lines above, and {log}", code)
+        commands.fail("reference", f"pre-training ended early, with code {code}; see the lines above, and {log}", code)
     done.finish("pretrain")
 
 

@@ -17,12 +17,12 @@ import traceback
 from types import SimpleNamespace
 from typing import IO, NoReturn
 
-from deploy import stages
+from deploy import commands
 from tests.helpers.ranks import environment, free_port
 
 
 class Command:
-    """A forked command, with the part of ``Popen`` that ``deploy.stages`` needs."""
+    """A forked command, with the part of ``Popen`` that ``deploy.commands`` needs."""
 
     def __init__(
         self, words: list[str], stdout: int | None = None, stderr: int | None = None, start_new_session: bool = False
@@ -49,7 +49,7 @@ class Command:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
-    poll = wait  # stages asks only after the end
+    poll = wait  # deploy.commands asks only after the end
 
 
 def run(words: list[str], stdout: int | None = None, check: bool = False) -> SimpleNamespace:
@@ -88,7 +88,7 @@ def main() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # those of a forked rank; the script is none
     forking = SimpleNamespace(run=run, Popen=Command, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
-    vars(stages)["subprocess"] = forking
+    vars(commands)["subprocess"] = forking
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

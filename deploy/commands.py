@@ -1,4 +1,4 @@
-"""The stages of a script that runs other commands: each is printed as a user could type it, and a failure ends it."""
+"""Runs the commands of a script: each is printed as a user could type it, and a failure ends the script."""
 
 from __future__ import annotations
 
