@@ -211,7 +211,7 @@ def test_ctrl_c_ends_it_with_one_line_of_its_own(inputs: Path) -> None:
     assert said.startswith("\n== Shards\n$ python")
     interrupted.send_signal(signal.SIGINT)
     said, _ = interrupted.communicate(timeout=60)
-    assert interrupted.returncode == INTERRUPTED and "reference: stopped; the same command continues\n" in said
+    assert interrupted.returncode == INTERRUPTED and "reference: SIGINT: stopping; the same command continues\n" in said
     assert "Traceback" not in said
 
 

@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import sys
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from data_prep.errors import DataError
@@ -31,7 +28,6 @@ from deploy.reference.scores import Score, aligned, draw, score
 from trainer.checkpoint.reading import named, step_of
 from trainer.console import silent
 from trainer.errors import TrainerError, exit_code, explain
-from trainer.exits import INTERRUPTED, STOPPED
 from trainer.finetune import options as finetuning
 from trainer.finetune.tasks import known
 from trainer.ranks.network import free_port
@@ -40,7 +36,6 @@ from trainer.run.folder import ENDED
 
 CONFIG = Path("deploy/configs/reference-base.yaml")
 DUPLICATES = {32: 3, 128: 8}  # sequence length: passes over the text, each with its own masks; 5 for others
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RATE = "5e-5"  # of fine-tuning; the rest of a task's recipe is trainer.finetune's
 command = partial(commands.command, script="reference")
 
@@ -48,9 +43,7 @@ command = partial(commands.command, script="reference")
 def main(arguments: list[str] | None = None) -> int:
     """Run all stages in order; returns the exit code."""
     given = parse(arguments)
-    for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets SIGHUP
-            signal.signal(number, stop)
+    commands.stop_on_signals("reference", "; the same command continues")
     try:
         require(given)
         config = load(given.config)
@@ -81,13 +74,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seeds", default="1,2,3,4,5", metavar="N,…", help="of fine-tuning (%(default)s)")
     add("--ranks", type=int, default=1, help="GPUs of this machine, or processes on CPUs (%(default)s)")
     return parser.parse_args(arguments)
-
-
-def stop(number: int, frame: FrameType | None) -> None:
-    """End the script and its stage's processes, which would otherwise outlive it in their own process group."""
-    with suppress(OSError):  # the terminal may be gone
-        print("reference: stopped; the same command continues", file=sys.stderr)
-    raise SystemExit(INTERRUPTED if number == signal.SIGINT else STOPPED)
 
 
 def require(given: argparse.Namespace) -> None:

@@ -49,14 +49,12 @@ class Command:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
+    def communicate(self) -> tuple[bytes | None, None]:
+        output = self.stdout.read() if self.stdout is not None else None
+        self.wait()
+        return output, None
+
     poll = wait  # deploy.commands asks only after the end
-
-
-def run(words: list[str], stdout: int | None = None, check: bool = False) -> SimpleNamespace:
-    """Run a command to its end, as ``subprocess.run`` does."""
-    command = Command(words, stdout)
-    output = command.stdout.read() if command.stdout is not None else None
-    return SimpleNamespace(returncode=command.wait(), stdout=output)
 
 
 def become(words: list[str]) -> NoReturn:
@@ -87,7 +85,7 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # those of a forked rank; the script is none
-    forking = SimpleNamespace(run=run, Popen=Command, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+    forking = SimpleNamespace(Popen=Command, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
     vars(commands)["subprocess"] = forking
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -28,6 +28,10 @@ from trainer.ranks.world import World, leave, say_last
 LOST_RANK_SECONDS = 2.0  # seconds for a rank to report on its own that it lost another one
 STOP_POLL_SECONDS = 0.2  # seconds between two checks while ranks wait for data
 LAUNCHERS = {"deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run", "deploy.launch"}
+LAUNCHERS |= {
+    "deploy.reference",
+    "deploy.demo",
+}  # scripts that start deepspeed's launcher in a process group of its own
 LAUNCHERS |= {"mpirun", "orterun", "prterun", "orted", "prted"}  # Open MPI 4 and 5, and their daemons on other nodes
 # mpirun forwards SIGUSR1 and waits; on SIGTERM it kills its ranks within a second
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
