@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from deploy.demo import __main__ as demo
+from deploy.launch import STOPS
 from tests.helpers.ranks import ROOT
 from trainer.exits import INTERRUPTED, STOPPED
 from trainer.ranks import stop
@@ -90,6 +93,22 @@ def test_a_second_signal_kills_the_ranks(tmp_path: Path, start: Start) -> None:
     script.communicate(timeout=20)
     assert script.returncode == STOPPED
     wait_for(lambda: not running(tmp_path))
+
+
+def test_ctrl_c_ends_the_demo_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in STOPS}
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(demo, "ROOT", tmp_path / "demo")
+    monkeypatch.setattr(demo, "prepare", lambda: signal.raise_signal(signal.SIGINT))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            demo.main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.value.code == INTERRUPTED and capsys.readouterr().err == "demo: SIGINT: stopping\n"
 
 
 @pytest.mark.parametrize("script", ["deploy.reference", "deploy.demo"])

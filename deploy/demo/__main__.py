@@ -14,8 +14,6 @@ import urllib.request
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from deploy import commands
 from deploy.commands import Launch, section
 from trainer.monitor.metrics_log import Record, read_lines
@@ -42,6 +40,7 @@ def main() -> int:
     if shutil.which("deepspeed") is None:
         print("demo: error: no deepspeed launcher on the PATH: start the demo with `make demo`", file=sys.stderr)
         return 2
+    commands.stop_on_signals("demo")
     shutil.rmtree(ROOT, ignore_errors=True)
     ROOT.mkdir(parents=True)
     prepare()
@@ -164,6 +163,8 @@ def export() -> None:
 
 def launch() -> Launch:
     """Start the run; its output goes to launcher.log too."""
+    import torch  # here, because it takes seconds, in which Ctrl-C would end in a traceback
+
     ranks = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
     return commands.launch(ranks, ROOT / "launcher.log", "--config", CONFIG)
 
