@@ -17,7 +17,7 @@ from tests.helpers.finetune_inputs import PIECES, bert_folder, write_numbers
 from tests.tools import transfer
 from tests.tools.task_files import chosen
 from tests.tools.transfer import find_encoders, key_of, plan, table
-from trainer.exits import DONE
+from trainer.exits import DONE, REFUSED
 from trainer.finetune.pretrained import needed_weights, read_pretrained
 from trainer.finetune.tasks import Wish, known
 
@@ -48,6 +48,26 @@ def test_the_table_pairs_differences_by_seed() -> None:
     assert rte[:3] == ["rte", "accuracy", "2490"] and mean[:3] == ["mean", "", ""]
     assert rte[3:] == [f"0.7000 ± 0.1000{two}", "0.4000 ± 0.1528", f"0.1500 ± 0.0500 (+3.0){two}"]
     assert mean[3:] == [f"0.7000 ± 0.1000{two}", f"0.5500 ± 0.0500{two}", f"0.1500 ± 0.0500 (+3.0){two}"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "said"),
+    [
+        ("transfer", "out --encoders none --tasks none --beside 0", "transfer: error: --beside 0: wanted 1 or more"),
+        ("transfer", "out --encoders none --tasks none --gpus -1", "transfer: error: --gpus -1: wanted 0 or more"),
+        ("peer", "out --train none --heldout none", "peer: error: "),
+    ],
+)
+def test_a_mistake_takes_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tool: str, words: str, said: str
+) -> None:
+    from tests.tools import peer, transfer
+
+    monkeypatch.setattr(sys, "argv", [tool, *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        {"peer": peer, "transfer": transfer}[tool].main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == REFUSED and line.startswith(f"tests.tools.{said}")
 
 
 @pytest.mark.slow

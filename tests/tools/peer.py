@@ -11,7 +11,6 @@ trained model with its tokenizer as a Hugging Face folder. One GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -23,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining
 
+from data_prep.errors import DataError
 from data_prep.manifest import TOKENIZER_FOLDER, load_manifest, read_histogram
+from data_prep.options import CommandParser
 from data_prep.tokenizer import load_tokenizer
 from trainer.data.loader import Loader
 from trainer.data.order import Order
@@ -148,7 +149,7 @@ def save(bert: BertForPreTraining, tokenizer: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = CommandParser("python -m tests.tools.peer", description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("out", type=Path)
     parser.add_argument("--train", type=Path, action="append", required=True)
     parser.add_argument("--shares", type=float, nargs="*", help="of the time, one for each --train; the same for each")
@@ -165,8 +166,11 @@ def main() -> None:
     given = parser.parse_args()
     if given.save is not None and given.save.exists():
         parser.error(f"--save {given.save} already exists: name a new folder")
+    try:
+        held, *manifests = [load_manifest(folder) for folder in (given.heldout, *given.train)]
+    except DataError as error:
+        parser.error(str(error))
     torch.set_float32_matmul_precision("high")
-    held = load_manifest(given.heldout)
     shape = {
         "vocab_size": -(-held.tokenizer.vocab_size // 64) * 64,
         "hidden_size": given.hidden,
@@ -181,8 +185,7 @@ def main() -> None:
     if given.prior:
         training.set_prior(given.train[0])
     curve, steps, samples, end = [], 0, 0, 0.0
-    for folder, share, size_tokens in zip(given.train, shares, tokens, strict=True):
-        manifest = load_manifest(folder)
+    for folder, manifest, share, size_tokens in zip(given.train, manifests, shares, tokens, strict=True):
         length, begin = manifest.settings.sequence_length, end
         size, end = size_tokens // length, end + share * given.seconds
         order = Order(tuple(shard.samples for shard in manifest.shards), 1, 8)

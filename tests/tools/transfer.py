@@ -14,7 +14,6 @@ Each job leaves a line in ``OUT/results.jsonl``; the same command continues with
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 
 from data_prep.manifest import file_sha256
+from data_prep.options import CommandParser
 from deploy.reference.scores import aligned, score
 from kernels import backend
 from tests.tools.task_files import unpack
@@ -345,7 +345,7 @@ def find_encoders(folder: Path) -> dict[str, Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = CommandParser("python -m tests.tools.transfer", description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("out", type=Path)
     parser.add_argument("--encoders", type=Path, required=True, help="a folder of Hugging Face BERTs")
     parser.add_argument("--tasks", type=Path, required=True, help="the archive of task files")
@@ -356,6 +356,9 @@ def main() -> int:
     parser.add_argument("--beside", type=int, default=1, help="workers on each GPU, or on the CPUs (%(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after these no job starts")
     given = parser.parse_args()
+    for name, least in {"gpus": 0, "beside": 1}.items():
+        if getattr(given, name) < least:
+            parser.error(f"--{name} {getattr(given, name)}: wanted {least} or more")
     encoders = find_encoders(given.encoders)
     names = [task for task in RECIPES if task in given.only]
     unpack(given.tasks, given.out / "tasks", names, given.rows)
