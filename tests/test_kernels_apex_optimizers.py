@@ -45,6 +45,9 @@ def test_apexs_optimizers_are_refused_where_they_cannot_be_right(
     assert replace(lamb, max_trust_ratio=10.0).problems() == [
         "max_trust_ratio is set but Apex's FusedLAMB has no bounds: remove it, or set implementation to lambert"
     ]
+    assert replace(adam, min_trust_ratio=0.1).problems() == [
+        "min_trust_ratio is for LAMB, but name is adam: remove it, or set name to lamb"
+    ]
     assert lamb.problems() == adam.problems() == []
 
 

@@ -82,8 +82,9 @@ class OptimizerConfig:
         for name in ("adapted", "min_trust_ratio", "max_trust_ratio"):
             if self.name != "lamb" and getattr(self, name) != getattr(OptimizerConfig, name):
                 found.append(f"{name} is for LAMB, but name is {self.name}: remove it, or set name to lamb")
+        fused_lamb = (self.name, self.implementation) == ("lamb", "apex")
         for name in ("min_trust_ratio", "max_trust_ratio"):
-            if self.implementation == "apex" and getattr(self, name) != getattr(OptimizerConfig, name):
+            if fused_lamb and getattr(self, name) != getattr(OptimizerConfig, name):
                 found.append(
                     f"{name} is set but Apex's FusedLAMB has no bounds: remove it, or set implementation to lambert"
                 )
