@@ -19,6 +19,7 @@ from kernels.flat import Flat, make_layout
 from kernels.lamb import lamb_begin, lamb_finish, trust_ratios
 from tests.test_kernels_flat import DEVICE, UNIT, Share, share_out, zero_state
 from trainer.engine.optimizer import OptimizerConfig, make_optimizer, require_implementation
+from trainer.engine.partition import Buffer, Partition, Slice
 from trainer.errors import TrainerError
 
 RATE = 0.01
@@ -31,17 +32,17 @@ def test_apexs_optimizers_are_refused_where_they_cannot_be_right(
 ) -> None:
     lamb, adam = (OptimizerConfig(name, implementation="apex") for name in ("lamb", "adam"))
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    require_implementation(OptimizerConfig(), 8, cpu)
+    require_implementation(OptimizerConfig(), 1, 8, cpu)
     with pytest.raises(TrainerError, match="implementation is apex, which runs on GPUs, not on cpu: set it to lambert"):
-        require_implementation(adam, 1, cpu)
-    with pytest.raises(TrainerError, match="on 2 ranks: Apex's FusedLAMB takes the norms of one rank's share, not of"):
-        require_implementation(lamb, 2, gpu)
+        require_implementation(adam, 1, 1, cpu)
+    with pytest.raises(TrainerError, match="on 2 ranks at zero_stage 1: Apex's FusedLAMB takes the norms of one rank"):
+        require_implementation(lamb, 1, 2, gpu)
     (tmp_path / "apex.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     apex.extension.cache_clear()
-    for config, ranks in ((adam, 8), (lamb, 1)):
+    for config, stage, ranks in ((adam, 3, 8), (lamb, 1, 1), (lamb, 0, 8)):
         with pytest.raises(UnavailableError, match="NVIDIA's Apex is not installed, only a package of the same name"):
-            require_implementation(config, ranks, gpu)
+            require_implementation(config, stage, ranks, gpu)
     assert replace(lamb, max_trust_ratio=10.0).problems() == [
         "max_trust_ratio is set but Apex's FusedLAMB has no bounds: remove it, or set implementation to lambert"
     ]
@@ -182,6 +183,27 @@ def test_apex_is_called_once_for_each_weight_decay(name: str, stand_in: list[tup
     take_turns(name)
     take_turns(name, decays=False)
     assert sorted(stand_in[:3]) == [(name, 0.0, 2), (name, 0.01, 2), (name, 0.5, 1)]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_under_stage_0_its_lamb_needs_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank holds whole tensors and summed gradients, so the steps are ours, without a collective."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: pytest.fail("a collective"))
+    parts = torch.split(some_weights(), SIZES)
+    found = []
+    for whose in ("lambert", "apex"):
+        masters = [part.reshape(1, -1).clone().requires_grad_() for part in parts]
+        buffers = tuple(Buffer(x, (Slice(str(n), 0, 0, x.numel()),)) for n, x in enumerate(masters))
+        shapes = {part.name: buffer.master.shape for buffer in buffers for part in buffer.slices}
+        optimizer = make_optimizer(iter(masters), OptimizerConfig(implementation=whose))
+        optimizer.bind(Partition(buffers, shapes, False, DEVICE))
+        optimizer.rate = RATE
+        for step in (1, 2):
+            for master, gradient in zip(masters, torch.split(draw(sum(SIZES), step), SIZES), strict=True):
+                master.grad = gradient.reshape(1, -1)
+            optimizer.step()
+        found.append((torch.cat([x.detach().flatten() for x in masters]), optimizer.trust))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("stand_in")

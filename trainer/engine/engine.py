@@ -179,7 +179,7 @@ class Engine(Generic[M]):
         self.watch = watch or Stopwatch(world.device)
         self.gathers = config.zero_stage == 3
         self.precision = resolve_precision(config, world.device)
-        require_implementation(optimizer, world.size, world.device)
+        require_implementation(optimizer, self.stage, world.size, world.device)
         self.parameters = sum(p.numel() for p in module.parameters())
         drawn = {n: p.detach().clone() for n, p in module.named_parameters()} if self.precision != "fp32" else {}
         # DeepSpeed lays the parameters out in this order. A matrix that is not aligned to 16 bytes gets kernels of

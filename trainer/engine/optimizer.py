@@ -6,8 +6,9 @@ decay, trust ratios and norms are computed for whole tensors, and the padding of
 
 NVIDIA Apex's optimizers can take the steps instead. Its FusedAdam has no norms, so it is exact under every partition.
 Its FusedLAMB computes norms of the tensors it is given and updates them in the same call (csrc/multi_tensor_lamb.cu).
-Under ZeRO that would be the trust ratio of one rank's share, with no point at which to complete it over the ranks, so
-it is for one rank only. The state and its names in checkpoints are the same, so a run may resume with the other.
+Under ZeRO 1 to 3 that would be the trust ratio of one rank's share, with no point at which to complete it over the
+ranks. So on several ranks it works with ZeRO 0 only, where each rank holds whole tensors and the summed gradients. The
+state and its names in checkpoints are the same, so a run may resume with the other.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class OptimizerConfig:
     adapted: Literal["decayed", "all"] = "decayed"
     min_trust_ratio: float = 0.0  # LAMB: lower bound of the trust ratios; if a norm is zero, the ratio is 1 regardless
     max_trust_ratio: float | None = None  # LAMB: upper bound of the trust ratios; null: none
-    # whose kernels take the steps; apex: NVIDIA Apex's FusedAdam, or on one rank its FusedLAMB, on GPUs
+    # whose kernels take the steps; apex: on GPUs, NVIDIA Apex's FusedAdam, or its FusedLAMB on one rank or at stage 0
     implementation: Literal["lambert", "apex"] = "lambert"
 
     def problems(self) -> list[str]:
@@ -91,7 +92,7 @@ class OptimizerConfig:
         return found
 
 
-def require_implementation(config: OptimizerConfig, ranks: int, device: torch.device) -> None:
+def require_implementation(config: OptimizerConfig, zero_stage: int, ranks: int, device: torch.device) -> None:
     """Raise TrainerError or UnavailableError if ``config.implementation`` cannot take the steps of this run."""
     if config.implementation == "lambert":
         return
@@ -99,10 +100,10 @@ def require_implementation(config: OptimizerConfig, ranks: int, device: torch.de
         raise TrainerError(
             f"optimizer.implementation is apex, which runs on GPUs, not on {device.type}: set it to lambert"
         )
-    if config.name == "lamb" and ranks > 1:
+    if config.name == "lamb" and ranks > 1 and zero_stage > 0:
         raise TrainerError(
-            f"optimizer.implementation is apex with LAMB on {ranks} ranks: Apex's FusedLAMB takes the norms of one "
-            "rank's share, not of whole tensors: set it to lambert"
+            f"optimizer.implementation is apex with LAMB on {ranks} ranks at zero_stage {zero_stage}: Apex's FusedLAMB "
+            "takes the norms of one rank's share, not of whole tensors: set it to lambert, or use zero_stage 0, in fp32"
         )
     apex.extension("amp_C")
 

@@ -41,7 +41,7 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
                 f"{started} rank(s) were started but run.ranks is {config.run.ranks}: start that many or change it"
             )
         resolve_precision(config.engine, world.device)
-        require_implementation(config.optimizer, started, world.device)
+        require_implementation(config.optimizer, config.engine.zero_stage, started, world.device)
         with backend.using(config.engine.kernels):
             backend.resolve(world.device.type)
         return open_phases(config, world), world
