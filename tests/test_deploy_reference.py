@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from data_prep.vocab import train_tokenizer
@@ -219,6 +221,7 @@ def test_ctrl_c_ends_it_with_one_line_of_its_own(inputs: Path) -> None:
     ("option", "value", "said"),
     [
         ("ranks", "0", "--ranks 0: wanted 1 or more"),
+        ("ranks", "16777216", "phases.0.accumulation: it gives 16,777,216 micro-batches per step"),
         ("tasks", "tiny.yaml", "tiny.yaml is a file: name a folder"),
         ("tokenizer", "tiny.yaml", "tiny.yaml is a file: name a folder"),
         ("out", "tiny.yaml", "tiny.yaml was not made by this script: name a new folder"),
@@ -256,6 +259,16 @@ def test_what_is_missing_is_found_before_the_work(
     words += [word for name in ("tokenizer", "tasks", "out") for word in (f"--{name}", str(inputs / name))]
     refused(monkeypatch, capsys, words, said)
     assert not (inputs / "out").exists()
+
+
+def test_more_ranks_than_gpus_are_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, inputs: Path) -> None:
+    config = load(inputs / "tiny.yaml")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(TrainerError, match=r"^--ranks 3, but PyTorch sees 2 GPU\(s\): lower it$"):
+        reference.require_ranks(config, 3)
+    with pytest.raises(TrainerError, match="^2 rank.s. were started but run.ranks is 1: "):
+        reference.require_ranks(replace(config, run=replace(config.run, ranks=1)), 2)
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_DFL, signal.SIG_IGN])

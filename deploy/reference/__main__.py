@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, file_sha256, load_manifest
 from data_prep.options import CommandParser, check_range
@@ -25,14 +27,19 @@ from deploy import commands
 from deploy.commands import section
 from deploy.reference.done import Done, tree_hashes
 from deploy.reference.scores import Score, aligned, draw, score
+from kernels.backend import UnavailableError
+from trainer.bounds import MOST_SAMPLES
 from trainer.checkpoint.reading import named, step_of
 from trainer.console import silent
+from trainer.engine.schedule import batch_problems
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.finetune import options as finetuning
 from trainer.finetune.tasks import known
 from trainer.ranks.network import free_port
+from trainer.ranks.world import read_world
 from trainer.run.config import Config, load
 from trainer.run.folder import ENDED
+from trainer.run.start import require_fitting
 
 CONFIG = Path("deploy/configs/reference-base.yaml")
 DUPLICATES = {32: 3, 128: 8}  # sequence length: passes over the text, each with its own masks; 5 for others
@@ -47,8 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         require(given)
         config = load(given.config)
+        require_ranks(config, given.ranks)
         done = Done.open(given.out)
-    except (TrainerError, DataError, OSError) as error:
+    except (TrainerError, DataError, UnavailableError, OSError) as error:
         print(f"reference: error: {explain(error)}", file=sys.stderr)
         return exit_code(error)
     shards = prepare(given, config)
@@ -94,6 +102,17 @@ def require(given: argparse.Namespace) -> None:
             require_data(folder, given)
         except TrainerError as error:
             raise TrainerError(f"--tasks, {folder.name}: {error}") from None
+
+
+def require_ranks(config: Config, ranks: int) -> None:
+    """Raise TrainerError or UnavailableError if the recipe cannot run on so many ranks of this machine."""
+    device = read_world({}, config.run.device).device
+    if device.type == "cuda" and ranks > torch.cuda.device_count():
+        raise TrainerError(f"--ranks {ranks}, but PyTorch sees {torch.cuda.device_count()} GPU(s): lower it")
+    require_fitting(config, ranks, device)
+    checked = enumerate(batch_problems(phase, ranks, MOST_SAMPLES) for phase in config.phases)
+    if problems := [f"phases.{number}.{problem}" for number, found in checked for problem in found]:
+        raise TrainerError(f"{'; '.join(problems)}: change --ranks, or the recipe")
 
 
 def require_data(folder: Path, given: argparse.Namespace) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from kernels import backend
 from trainer.console import say, warn
 from trainer.engine.engine import resolve_precision
@@ -21,7 +23,7 @@ from trainer.ranks.world import (
     settings,
     speaks_first,
 )
-from trainer.run.config import load
+from trainer.run.config import Config, load
 from trainer.run.phases import Plan, open_phases
 from trainer.run.rank_agreement import facts
 
@@ -36,19 +38,24 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
         config = load(path, overrides)
         world = from_launcher(config.run.device)
         started = ranks if ranks is not None and world.size == 1 else world.size
-        if config.run.ranks not in (None, started):
-            raise TrainerError(
-                f"{started} rank(s) were started but run.ranks is {config.run.ranks}: start that many or change it"
-            )
-        resolve_precision(config.engine, world.device)
-        require_implementation(config.optimizer, config.engine.zero_stage, started, world.device)
-        with backend.using(config.engine.kernels):
-            backend.resolve(world.device.type)
+        require_fitting(config, started, world.device)
         return open_phases(config, world), world
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
             time.sleep(3)  # usually all ranks fail alike: the first one reports it and the launcher ends us
         fail(f"trainer: error: {error_text(error)}", exit_code(error))
+
+
+def require_fitting(config: Config, ranks: int, device: torch.device) -> None:
+    """Raise TrainerError or UnavailableError if the run cannot work on so many ranks, or on this machine."""
+    if config.run.ranks not in (None, ranks):
+        raise TrainerError(
+            f"{ranks} rank(s) were started but run.ranks is {config.run.ranks}: start that many or change it"
+        )
+    resolve_precision(config.engine, device)
+    require_implementation(config.optimizer, config.engine.zero_stage, ranks, device)
+    with backend.using(config.engine.kernels):
+        backend.resolve(device.type)
 
 
 def meet(plan: Plan, world: World) -> None:
