@@ -25,9 +25,11 @@ from tests.helpers import ranks
 from tests.helpers.finetune_inputs import write_numbers
 from tests.helpers.ranks import ROOT
 from tests.helpers.runs import wait_for
+from trainer.console import silent
 from trainer.errors import TrainerError
 from trainer.exits import DONE, FAILED, INTERRUPTED, REFUSED
 from trainer.run.config import load
+from trainer.run.lock import hold
 
 # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -269,6 +271,18 @@ def test_more_ranks_than_gpus_are_refused_before_the_work(monkeypatch: pytest.Mo
         reference.require_ranks(config, 3)
     with pytest.raises(TrainerError, match="^2 rank.s. were started but run.ranks is 1: "):
         reference.require_ranks(replace(config, run=replace(config.run, ranks=1)), 2)
+
+
+def test_a_second_script_is_kept_out_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], inputs: Path
+) -> None:
+    Done.open(inputs / "out")
+    words = [f"--{name}={inputs / name}" for name in ("tokenizer", "tasks", "out")]
+    words += [f"--text={inputs}", f"--config={inputs / 'tiny.yaml'}"]
+    monkeypatch.setattr(reference, "run", lambda *given: print("all stages"))
+    with hold(inputs / "out", 0, silent) or pytest.skip("the file system has no locks"):
+        refused(monkeypatch, capsys, words, "/out is being written by process ")
+    assert reference.main(words) == DONE and capsys.readouterr().out == "all stages\n"
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_DFL, signal.SIG_IGN])

@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from deploy.reference.scores import Score, aligned, draw, score
 from kernels.backend import UnavailableError
 from trainer.bounds import MOST_SAMPLES
 from trainer.checkpoint.reading import named, step_of
-from trainer.console import silent
+from trainer.console import say, silent
 from trainer.engine.schedule import batch_problems
 from trainer.errors import TrainerError, exit_code, explain
 from trainer.finetune import options as finetuning
@@ -39,6 +40,7 @@ from trainer.ranks.network import free_port
 from trainer.ranks.world import read_world
 from trainer.run.config import Config, load
 from trainer.run.folder import ENDED
+from trainer.run.lock import hold
 from trainer.run.start import require_fitting
 
 CONFIG = Path("deploy/configs/reference-base.yaml")
@@ -48,7 +50,7 @@ command = partial(commands.command, script="reference")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all stages in order; returns the exit code."""
+    """Check everything and run; returns the exit code."""
     given = parse(arguments)
     commands.stop_on_signals("reference", "; the same command continues")
     try:
@@ -56,16 +58,23 @@ def main(arguments: list[str] | None = None) -> int:
         config = load(given.config)
         require_ranks(config, given.ranks)
         done = Done.open(given.out)
+        lock = hold(given.out, 0, say)
     except (TrainerError, DataError, UnavailableError, OSError) as error:
         print(f"reference: error: {explain(error)}", file=sys.stderr)
         return exit_code(error)
+    with lock or nullcontext():  # None: the file system has no locks
+        run(given, config, done)
+    return 0
+
+
+def run(given: argparse.Namespace, config: Config, done: Done) -> None:
+    """Run all stages in order."""
     shards = prepare(given, config)
     pretrain(given, config, shards, done)
     evaluate(given.out, config, shards, done)
     export(given.out, done)
     results = {task.name: finetune(task, given, config.model.max_positions, done) for task in tasks_of(given.tasks)}
     report(results, given.out)
-    return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
