@@ -34,6 +34,19 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     sync(path.parent)  # makes the rename itself durable
 
 
+def hold(link: Path, holder: str) -> str:
+    """Makes a symbolic link that names its holder, unless there is one. Returns the holder that it names.
+
+    A link is there with its content or not at all, so a process that is killed leaves no nameless one. Raises
+    FileNotFoundError if the link goes away meanwhile.
+    """
+    try:
+        os.symlink(holder, link)
+    except FileExistsError:
+        return os.readlink(link)
+    return holder
+
+
 def sync(path: Path) -> None:
     """Flushes a file, or a folder's directory entries, to disk."""
     handle = os.open(path, os.O_RDONLY)

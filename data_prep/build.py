@@ -135,13 +135,12 @@ def _find_text(inputs: list[Path], settings: Settings, ours: list[Path]) -> Text
 
 def _remove_work(job: BuildJob, builder: Builder | None) -> None:
     """Removes the working files of a complete data set, unless other builders still use them."""
-    if builder is None:
-        remove_work(job)
-    elif others := leave(job.work, builder):
-        say_error(f"data_prep: {job.work} stays until builder {', '.join(others)} has ended or is started again")
-    else:
+    if builder is not None:
         remove_temporary(job.out)
-        remove_work(job)
+        if others := leave(job.work, builder):
+            say_error(f"data_prep: {job.work} stays until builder {', '.join(others)} has ended or is started again")
+            return
+    remove_work(job)
 
 
 def _make_all(

@@ -11,6 +11,7 @@ growing. So no file that builders write to coordinate can make a data set wrong,
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.atomic import TEMPORARY
+from data_prep.atomic import TEMPORARY, hold
 from data_prep.errors import DataError
 from data_prep.streams import say_error, warn
 
@@ -27,7 +28,7 @@ MOST_BUILDERS = 10_000
 LOOK_SECONDS = 0.2  # between two checks of a builder that waits
 SAY_SECONDS = 30.0  # between two lines of a builder that waits
 STALLED_SECONDS = 60.0  # a step whose files do not change for this long is done again
-CLAIM = ".claim"  # suffix of the file that names the builder of a step
+CLAIM = ".claim"  # suffix of the link that names the builder of a step
 MARKS = "builders"  # folder with an empty file for each builder that uses the working files
 
 
@@ -133,20 +134,16 @@ def users(work: Path, builder: Builder | None) -> list[str]:
 
 def _take(claim: Path, builder: Builder) -> bool:
     """Whether the claim is this builder's: a new one, or one from before it was killed."""
-    try:
-        with claim.open("x") as file:
-            file.write(str(builder.number))
-        return True
-    except FileExistsError:
-        return _holder(claim) == str(builder.number)
+    with suppress(FileNotFoundError):  # its holder is done
+        return hold(claim, str(builder.number)) == str(builder.number)
+    return False
 
 
 def _holder(claim: Path) -> str | None:
-    """The number of the builder that holds a claim, or ? if it has not written it yet; None if nobody does."""
-    try:
-        return claim.read_text() or "?"
-    except FileNotFoundError:
-        return None
+    """The number of the builder that holds a claim; None if nobody does."""
+    with suppress(FileNotFoundError):
+        return os.readlink(claim)
+    return None
 
 
 def _wait(claim: Path, step: str, file: Path) -> None:

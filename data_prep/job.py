@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.atomic import TEMPORARY, replacing
+from data_prep.atomic import TEMPORARY, hold, replacing
 from data_prep.errors import DataError
 from data_prep.manifest import MANIFEST, SHARDS_FORMAT, SHARDS_VERSION, TOKENIZER_FOLDER, TokenizerRecord, load_manifest
 from data_prep.masking import Vocabulary, make_vocabulary
@@ -32,7 +30,7 @@ WORK = ".work"  # inside the output folder, removed at the end
 FINGERPRINT = "fingerprint"  # name of the file that marks a folder as claimed by a build or a store
 REMEDY = "choose another or remove it"
 ANOTHER = f"of other text or settings; {REMEDY}"
-MARK_SECONDS = 2.0  # for a builder to write the mark that it has created
+CLAIM = "fingerprint.claim"  # link with the mark of the builder that is about to write it
 # Settings that decide the content of a store.
 OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "tokenizers", "sentencex", "format")
 
@@ -106,7 +104,7 @@ def claim(job: BuildJob, mark: str, shared: bool = False) -> None:
     """
     out, known = job.out, job.work / FINGERPRINT
     found = sorted(path.name for path in out.iterdir() if path.name != WORK) if out.exists() else []
-    if _is_marked(known, mark, shared):
+    if _is_marked(known, mark):
         if not shared:
             remove_temporary(out)
         return
@@ -126,8 +124,8 @@ def claim_store(job: BuildJob, sources: list[tuple[str, str]], shared: bool = Fa
     settings = asdict(job.settings)
     held = [settings[name] for name in OF_STORE]
     mark = _hash([SHARDS_FORMAT, SHARDS_VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
-    empty = not (job.store.exists() and any(job.store.iterdir()))
-    if _is_marked(job.store / FINGERPRINT, mark, shared):
+    empty = not job.store.exists() or all(path.name == CLAIM for path in job.store.iterdir())
+    if _is_marked(job.store / FINGERPRINT, mark):
         return
     if empty:
         job.store.mkdir(parents=True, exist_ok=True)
@@ -137,7 +135,7 @@ def claim_store(job: BuildJob, sources: list[tuple[str, str]], shared: bool = Fa
 
 
 def remove_temporary(out: Path) -> None:
-    """Removes the temporary files of builds that were killed. No other builder may work in the folder."""
+    """Removes the temporary files of builds that were killed. A builder that still works loses what it is writing."""
     for path in out.rglob(f"*{TEMPORARY}"):
         with suppress(OSError):  # a leftover blocks nobody: see `replacing`
             path.unlink(missing_ok=True)
@@ -174,6 +172,7 @@ def is_complete(job: BuildJob, mark: str) -> bool:
         return False
     if load_manifest(job.out).fingerprint != mark:
         raise DataError(f"--out {job.out} holds another build, {ANOTHER}")
+    remove_temporary(job.out)  # a builder that was killed leaves some; one that still works finds that all is done
     problems = verify(job.out)
     if problems:
         raise DataError(f"{job.out} was built but is damaged: {problems[0]}; remove it and build again")
@@ -188,22 +187,21 @@ def _load_vocabulary(tokenizer: Path, sha256: str) -> Vocabulary:
 
 def _mark(folder: Path, mark: str, shared: bool) -> bool:
     """Marks a folder; returns False if it is ``shared`` and another builder has just marked it in another way."""
+    known, link = folder / FINGERPRINT, folder / CLAIM
     if shared:
-        with suppress(FileExistsError), (folder / FINGERPRINT).open("xb") as file:  # the first builder decides
-            file.write(mark.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        return _is_marked(folder / FINGERPRINT, mark, shared)
-    with replacing(folder / FINGERPRINT) as file:
+        with suppress(FileNotFoundError):  # the other one has marked the folder, and removed its link
+            if hold(link, mark) != mark:
+                return False
+        if known.exists():
+            link.unlink(missing_ok=True)
+            return _is_marked(known, mark)
+    with replacing(known) as file:
         file.write(mark.encode())
+    link.unlink(missing_ok=True)
     return True
 
 
-def _is_marked(known: Path, mark: str, shared: bool) -> bool:
-    """Whether a folder is marked in this way. ``shared``: waits for another builder that is just marking it."""
-    deadline = time.monotonic() + MARK_SECONDS
-    while shared and known.exists() and known.stat().st_size < len(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
+def _is_marked(known: Path, mark: str) -> bool:
     return known.exists() and known.read_bytes() == mark.encode()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,23 +111,22 @@ def test_a_place_that_is_none_is_refused(text: str) -> None:
 # ---- a step that one builder does ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("written", "holder"), [("7", "7"), ("", "?")])
 def test_a_stalled_step_is_taken_over(
-    written: str, holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(builders, "STALLED_SECONDS", 0.3)
     step = tmp_path / "plan.npy"
-    (tmp_path / "plan.npy.claim").write_text(written)
+    (tmp_path / "plan.npy.claim").symlink_to("7")
     make_once(Builder(0, 9), "the plan", step, step.touch)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"data_prep: waiting for builder {holder} to make the plan; 0 bytes so far"
-    assert said[1].startswith(f"data_prep: warning: builder {holder} has written nothing for ") and len(said) == 2
+    assert said[0] == "data_prep: waiting for builder 7 to make the plan; 0 bytes so far"
+    assert said[1].startswith("data_prep: warning: builder 7 has written nothing for ") and len(said) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["plan.npy"]
 
 
 def test_a_step_goes_on_where_its_builder_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = tmp_path / "plan.npy"
-    (tmp_path / "plan.npy.claim").write_text("7")
+    (tmp_path / "plan.npy.claim").symlink_to("7")
     make_once(Builder(7, 9), "the plan", step, step.touch)
     assert step.exists() and capsys.readouterr().err == ""
 
@@ -198,6 +198,19 @@ def test_a_builder_that_is_killed_is_made_up_for(tmp_path: Path) -> None:
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_what_a_killed_builder_was_writing_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, tokenizer = many_files(tmp_path)
+    out, left = tmp_path / "out", tmp_path / "out/shard-00000.idx.npy.2ef4437a.tmp"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shares, "measured_shards", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        build([text], tokenizer, out, SETTINGS, 1, builder=Builder(0, 2))
+    for _ in ("killed while the other one works", "killed after that"):
+        left.touch()
+        (out / ".work/builders/1").touch()
+        build([text], tokenizer, out, SETTINGS, 1, builder=Builder(0, 2))
+        assert not verify(out, full=True)
+
+
 @pytest.mark.slow
 def test_a_restarted_builder_makes_only_what_is_missing(tmp_path: Path) -> None:
     text, tokenizer = write_corpus(tmp_path, [60] * 60, 8, 10)
@@ -224,6 +237,18 @@ def test_builders_of_different_builds_do_not_mix(tmp_path: Path, capsys: pytest.
     assert main(command(text, tokenizer, out, "--builder", "1/2")) == 2
     assert "holds another build" in capsys.readouterr().err
     assert contents(out) == {".work/fingerprint": b"f" * 64}
+
+
+def test_a_builder_killed_while_it_marks_a_folder_does_not_claim_it_for_good(tmp_path: Path) -> None:
+    text, tokenizer = write_corpus(tmp_path, [20] * 5, 8)
+    store = tmp_path / "store"
+    assert main(command(text, tokenizer, tmp_path / "one", "--builder", "0/2", "--store", str(store))) == 0
+    mark = (store / "fingerprint").read_text()
+    shutil.rmtree(store)
+    store.mkdir()
+    (store / "fingerprint.claim").symlink_to(mark)  # made before the mark itself
+    assert main(command(text, tokenizer, tmp_path / "two", "--builder", "1/2", "--store", str(store))) == 0
+    assert (store / "fingerprint").read_text() == mark and not (store / "fingerprint.claim").is_symlink()
 
 
 def test_bad_text_leaves_nothing_and_does_not_disturb_others(

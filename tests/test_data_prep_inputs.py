@@ -21,6 +21,7 @@ from tests.helpers.file_server import Server
 from tests.test_data_prep_tars import write_tar
 
 NAMES = ("part-08.tar", "part-09.tar", "part-10.tar")
+BUCKET = "corpora"  # servers of one process share their buckets
 PATTERN = "part-{08..10}.tar"
 
 
@@ -92,10 +93,10 @@ def s3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     }.items():
         monkeypatch.setenv(name, value)
     client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
+    client.create_bucket(Bucket=BUCKET)
     for name in NAMES:
-        client.upload_file(str(folder / name), "bucket", f"set/{name}")
-    yield "s3://bucket/set"
+        client.upload_file(str(folder / name), BUCKET, f"set/{name}")
+    yield f"s3://{BUCKET}/set"
     running.stop()
 
 
@@ -107,7 +108,7 @@ def test_addresses_give_the_data_set_of_the_folder(folder: Path, server: Server,
         assert main(command) == main(command) == 0
     assert contents(tmp_path / "local") == contents(tmp_path / "http") == contents(tmp_path / "s3")
     assert sorted(server.gets) == sorted(NAMES)  # each once
-    boto3.client("s3").put_object(Bucket="bucket", Key="set/folder.tar/a.txt", Body=b"a")
+    boto3.client("s3").put_object(Bucket=BUCKET, Key="set/folder.tar/a.txt", Body=b"a")
     assert f"input {s3}/folder.tar is a folder: name its files" in refusal(f"{s3}/folder.tar", downloads=tmp_path)
     assert f"({s3}/part-07.tar): check --input" in refusal(f"{s3}/part-{{07..08}}.tar", downloads=tmp_path)
 
