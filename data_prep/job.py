@@ -30,7 +30,7 @@ WORK = ".work"  # inside the output folder, removed at the end
 FINGERPRINT = "fingerprint"  # name of the file that marks a folder as claimed by a build or a store
 REMEDY = "choose another or remove it"
 ANOTHER = f"of other text or settings; {REMEDY}"
-CLAIM = "fingerprint.claim"  # link with the mark of the builder that is about to write it
+CLAIM = f"{FINGERPRINT}.claim"  # link with the mark of the builder that is about to write it
 # Settings that decide the content of a store.
 OF_STORE = ("language", "where", "text_field", "bad_bytes", "given_words", "tokenizers", "sentencex", "format")
 
@@ -124,7 +124,8 @@ def claim_store(job: BuildJob, sources: list[tuple[str, str]], shared: bool = Fa
     settings = asdict(job.settings)
     held = [settings[name] for name in OF_STORE]
     mark = _hash([SHARDS_FORMAT, SHARDS_VERSION, list(Counted.__members__), held, asdict(job.tokenizer), sources])
-    empty = not job.store.exists() or all(path.name == CLAIM for path in job.store.iterdir())
+    marking = f"{FINGERPRINT}."  # names that others use while they mark the folder
+    empty = not job.store.exists() or all(path.name.startswith(marking) for path in job.store.iterdir())
     if _is_marked(job.store / FINGERPRINT, mark):
         return
     if empty:

@@ -53,17 +53,17 @@ def test_a_pod_finds_its_place_in_what_it_is_told(kind: str, tiny_shards: Path, 
 
 def test_pods_prepare_one_data_set_and_a_killed_one_is_made_up_for(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    write_corpus(tmp_path / "corpus", [60] * 30, 8, 10)
+    write_corpus(tmp_path / "corpus", [60] * 150, 8, 10)
     out = tmp_path / "data/train"
     words = ["build", "--input", "/corpus/corpus.txt", "--tokenizer", "/corpus/words", "--out", "/data/train"]
     words += ["--sequence-length", "32", "--samples-per-shard", "20"]
     here = [f"{tmp_path}{word}" if word.startswith("/corpus") else word for word in words]
     assert main([*here[:6], str(tmp_path / "whole"), *here[7:]]) == 0
     with gang(preparation(tmp_path, 2, words), tmp_path) as run:
-        pods = [run.start(index) for index in range(2)]
+        killed = run.start(1)
         assert wait_for(lambda: len(list(out.glob("shard-*.tar"))) > 2), run.output()
-        pods[1].send(signal.SIGKILL)
-        assert pods[1].end() == 128 + signal.SIGKILL and not (out / "manifest.json").exists(), run.output()
-        pods[1] = run.start(1)
+        killed.send(signal.SIGKILL)
+        assert killed.end() == 128 + signal.SIGKILL and not (out / "manifest.json").exists(), run.output()
+        pods = [run.start(index) for index in range(2)]
         assert [pod.end() for pod in pods] == [0, 0], run.output()
     assert contents(out) == contents(tmp_path / "whole")
