@@ -172,6 +172,12 @@ def test_rates_between_the_measured_ones() -> None:
     assert ["hidden", "length", "micro-batches"] == [line.split()[0] for line in doubts(card, 64, 900, 100)]
 
 
+REFUSED_RATES = [
+    (json.dumps([asdict(rate(0, 1, 1))]), "hidden is 0"),
+    (json.dumps([asdict(rate(10**30, 1, 1))]), "hidden is 1000"),  # numpy cannot interpolate it
+]
+
+
 def test_a_table_of_rates_is_kept_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     add_rates(path, [rate(512, 128, 200)])
@@ -179,7 +185,7 @@ def test_a_table_of_rates_is_kept_and_checked(tmp_path: Path) -> None:
     assert [row.tflops for row in read_rates(path)] == [210, 190]
     with pytest.raises(TrainerError, match="--card 'a100' is not in the table: name one of NVIDIA X1"):
         choose(read_rates(path), "a100")
-    for text, said in (("[1]", "no table"), ("{", "no table"), (json.dumps([asdict(rate(0, 1, 1))]), "hidden is 0")):
+    for text, said in (("[1]", "no table"), ("{", "no table"), *REFUSED_RATES):
         path.write_text(text)
         with pytest.raises(TrainerError, match=said):
             read_rates(path)
@@ -192,9 +198,11 @@ def test_a_ring_costs_its_steps_and_its_bytes(tmp_path: Path) -> None:
     ]
     path.write_text(json.dumps({"ranks": [{}] * 4, "collectives": timings}))
     assert read_network(path).pass_seconds(16e9, 4) == pytest.approx(3 * 2e-5 + 0.75 * 16e9 / 4e9)
-    path.write_text(json.dumps({"ranks": [{}], "collectives": []}))
-    with pytest.raises(TrainerError, match="no result of a network check"):
-        read_network(path)
+    timings[0]["seconds"] = 10**400  # is no float
+    for size, found in ((1, []), (4, timings)):
+        path.write_text(json.dumps({"ranks": [{}] * size, "collectives": found}))
+        with pytest.raises(TrainerError, match="no result of a network check"):
+            read_network(path)
 
 
 @pytest.mark.parametrize(("stall", "between"), [(1.0, 3600.0), (60.0, 7200.0)])
@@ -250,6 +258,7 @@ def test_the_largest_micro_batch_is_the_largest(config: Path, capsys: pytest.Cap
 IMPOSSIBLE = [
     ("--gpus 1 --memory 500MiB --tflops 100", "not even one fits on any number of these GPUs"),
     ("--gpus 1 --memory 80GiB", "name a card with --card, or give both --memory and --tflops"),
+    ("--gpus 1 --memory 80GiB --tflops 9 --rates /absent", "--rates is a table of cards: name one with --card"),
     ("--gpus 1 --card h9", "name one of NVIDIA H100 80GB HBM3, NVIDIA H200"),
     ("--gpus 8 --nodes 8192 --card h200 --failures 100000", "leaves 0.0% for training"),
     ("--gpus 1 --card h200 --set run.ranks=4", "run.ranks is 4, but --gpus and --nodes make 1"),
@@ -268,6 +277,13 @@ def test_the_impossible_is_refused_in_one_line(
     assert main(["--config", str(config), *words.split()]) == 2
     output = capsys.readouterr()
     assert said in output.err and output.err.count("\n") == 1 and not output.out
+
+
+@pytest.mark.parametrize("words", ["--tflops 1e-320", "--failures 1e-320", "--price 1e10", "--restart nan"])
+def test_a_number_out_of_range_is_refused(words: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", str(config), "--gpus", "1", "--card", "h200", *words.split()])
+    assert "must be a number between 0.000001 and 1,000,000,000" in capsys.readouterr().err
 
 
 def test_checkpointing_is_named_if_it_makes_room(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from trainer.plan.network import assumed, read_network
 from trainer.run.config import Config, load
 from trainer.run.phases import misfits
 
+LEAST, MOST = 1e-6, 1e9  # of a number in an option
 UNITS = {"GiB": 1.0, "GB": 1e9 / 2**30, "MiB": 1 / 1024, "TiB": 1024.0}
 
 
@@ -98,6 +99,8 @@ def _card(options: argparse.Namespace) -> Card:
     """The card with measured rates, or the one that the options describe; they override what is measured."""
     if options.card is None and (options.memory is None or options.tflops is None):
         raise TrainerError("name a card with --card, or give both --memory and --tflops")
+    if options.card is None and options.rates is not None:
+        raise TrainerError("--rates is a table of cards: name one with --card")
     if options.card is None:
         return Card(f"GPU of {options.tflops:g} TFLOP/s", options.memory, (), options.tflops)
     more = [] if options.rates is None else read_rates(options.rates)
@@ -167,8 +170,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
+    if not LEAST <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} must be a number between {LEAST:f} and {MOST:,.0f}")
     return value
 
 

@@ -32,6 +32,7 @@ OPTIMIZER_PS = {
 
 
 NEAR = 1.2  # beyond the measured range by this factor, a plan says so
+LARGEST = 1e12  # of any number in a table
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def read_rates(path: Path) -> list[Rate]:
         for name, kind in ((each.name, each.type) for each in fields(Rate)):
             value = getattr(row, name)
             if not (isinstance(value, str) if kind == "str" else _positive(value)):
-                what = "a text" if kind == "str" else "a number above 0"
+                what = "a text" if kind == "str" else f"a number above 0, and at most {LARGEST:g}"
                 raise TrainerError(f"{path}: {name} is {shown(value)}: must be {what}; measure it again")
     return rows
 
@@ -154,7 +155,7 @@ def _interp(by_length: dict[int, float], length: float) -> float:
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LARGEST
 
 
 def _place(row: Rate) -> tuple[str, int, int, int]:

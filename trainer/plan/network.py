@@ -61,7 +61,7 @@ def read_network(path: Path) -> Network:
         if shortage(error):
             raise
         raise TrainerError(f"--network {path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise TrainerError(
             f"--network {path} is no result of a network check ({error}): write one with trainer.preflight --network "
             "--json"
