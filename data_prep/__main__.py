@@ -16,7 +16,7 @@ from data_prep.build import build
 from data_prep.builders import parse_builder
 from data_prep.combining_marks import LIMIT, loss
 from data_prep.corpus import read_paragraphs
-from data_prep.errors import CopyError, DataError, shortage
+from data_prep.errors import CopyError, DataError, PassingError, shortage
 from data_prep.formats import Reading
 from data_prep.inputs import find_inputs
 from data_prep.inspection import describe, show_samples, warn_of_markup, warnings
@@ -50,8 +50,8 @@ wiki_00 files need --format wikiextractor."""
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
-    The code is 0 on success. After one line on stderr for each problem, it is 2 for bad input and 1 if a resource
-    ran out.
+    The code is 0 on success. After one line on stderr for each problem, it is 2 for bad input, and 1 if a resource ran
+    out, a server failed or a worker was killed.
     """
     options = _parser().parse_args(arguments)
     with stop_on_sigterm():
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         lacks = shortage(error)
         complain(f"{said or type(error).__name__} ({lacks})" if lacks else said)
-        return FAILED if lacks else BAD_INPUT
+        return FAILED if lacks or isinstance(error, PassingError) else BAD_INPUT
     except Stopped:
         complain("stopped by SIGTERM; to resume a build, run the same command again")
         return STOPPED

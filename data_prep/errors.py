@@ -26,11 +26,15 @@ class DataError(ValueError):
     """Bad input or a damaged data set. The message is one line: what is wrong, where, what to change."""
 
 
-class KilledError(DataError):
-    """A worker process was killed; nothing is wrong with the input."""
+class PassingError(DataError):
+    """Nothing is wrong with the input, and another attempt may succeed."""
 
 
-class CopyError(DataError):
+class KilledError(PassingError):
+    """A worker process was killed."""
+
+
+class CopyError(PassingError):
     """A file could not be copied, because of its server or of this machine. The file itself may be whole."""
 
 

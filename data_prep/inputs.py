@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import TEMPORARY, sync
-from data_prep.errors import DataError
+from data_prep.errors import CopyError, DataError
 from data_prep.retries import Result, is_hopeless, patiently, shown
 from data_prep.sources import WANTED, format_of
 from data_prep.workers import show_progress
@@ -222,13 +222,16 @@ def _attempt(copy: Copy, ended: threading.Event) -> None:
 
 
 def _patiently(address: str, work: Callable[[], Result], ended: threading.Event) -> Result:
-    """Runs ``work()`` and retries after each of WAITS on errors that may be temporary. Raises DataError, one line."""
+    """Runs ``work()`` and retries after each of WAITS on errors that may be temporary.
+
+    Raises DataError, one line; it is a CopyError if the last attempt may have failed for a passing reason.
+    """
     try:
         return patiently(work, WAITS, ended.wait)
     except Exception as error:  # each driver has its own classes, which can't be named without importing it
         reason = shown(error)
         if is_hopeless(error):
             raise DataError(f"input {address}: {reason}; check the address and your access rights") from error
-        raise DataError(
+        raise CopyError(
             f"input {address}: failed {len(WAITS) + 1} times, last with {reason}; run again to resume"
         ) from error

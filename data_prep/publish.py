@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.atomic import TEMPORARY
-from data_prep.errors import DataError
+from data_prep.errors import CopyError, DataError
 from data_prep.manifest import MANIFEST, SMALL_FILE_BYTES, TOKENIZER_FOLDER, file_sha256, load_manifest
 from data_prep.retries import Result, is_hopeless, patiently, shown
 from data_prep.shards import SHARD_PREFIX, index_path, tar_path
@@ -207,7 +207,10 @@ def _list(place: Place) -> list[str]:
 
 
 def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
-    """Runs ``work()`` and retries after each of WAITS on errors that may be temporary. Raises DataError, one line."""
+    """Runs ``work()`` and retries after each of WAITS on errors that may be temporary.
+
+    Raises DataError, one line; it is a CopyError if the last attempt may have failed for a passing reason.
+    """
     where = f"{place.url}/{key}".rstrip("/")
     try:
         return patiently(work, WAITS)
@@ -216,4 +219,4 @@ def _patiently(place: Place, key: str, work: Callable[[], Result]) -> Result:
         if is_hopeless(error):
             raise DataError(f"{where}: {reason}; check the URL, credentials, permissions and free space") from error
         times = len(WAITS) + 1
-        raise DataError(f"{where}: failed {times} times, last with {reason}; run again to resume") from error
+        raise CopyError(f"{where}: failed {times} times, last with {reason}; run again to resume") from error

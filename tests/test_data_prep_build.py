@@ -91,6 +91,16 @@ def test_a_killed_worker_fails_the_run_at_once(tmp_path: Path) -> None:
         list(workers.map(signal.raise_signal, [signal.SIGKILL]))
 
 
+def test_what_may_pass_has_another_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, tokenizer = write_corpus(tmp_path, [20] * 5, 8)
+
+    def lose_a_worker(*_: object, **__: object) -> None:
+        raise KilledError("a worker process was killed")
+
+    monkeypatch.setattr("data_prep.build.tokenize", lose_a_worker)
+    assert main(command(text, tokenizer, tmp_path / "out")) == 1  # after 2, Kubernetes would not try again
+
+
 def test_a_build_that_is_whole_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, tokenizer = write_corpus(tmp_path, [20] * 5, 8)
     arguments = command(text, tokenizer, tmp_path / "out")
