@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import webdataset
 from fsspec.implementations.local import LocalFileSystem
+from moto.backends import get_backend
 from moto.server import ThreadedMotoServer
 
 from data_prep import publish as module
@@ -77,6 +78,7 @@ def server() -> Iterator[str]:
     running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     running.start()
     host, port = running.get_host_and_port()
+    get_backend("s3").reset()  # the buckets are the process's, and other tests leave theirs
     yield f"http://{host}:{port}"
     running.stop()
 
