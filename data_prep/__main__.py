@@ -111,7 +111,7 @@ def _build(options: argparse.Namespace) -> int:
     chosen = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name not in VERSIONS}
     settings = make_settings(**chosen)
     check_range("--processes", options.processes, 1, MOST_PROCESSES)
-    builder = parse_builder(options.builder) if options.builder else None
+    builder = None if options.builder is None else parse_builder(options.builder)
     start = time.monotonic()
     metrics = BuildMetrics(options.out.resolve().name, {name: getattr(settings, name) for name in VERSIONS})
     if options.metrics_file:
@@ -171,7 +171,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _publish(options: argparse.Namespace) -> int:
     from data_prep.publish import publish
 
-    if options.builder and parse_builder(options.builder).number:
+    if options.builder is not None and parse_builder(options.builder).number:
         print_result(f"{options.url}: left to builder 0")
         return 0
     done = publish(options.folder, options.url, PUBLISHERS)

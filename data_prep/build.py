@@ -138,7 +138,8 @@ def _remove_work(job: BuildJob, builder: Builder | None) -> None:
     if builder is not None:
         remove_temporary(job.out)
         if others := leave(job.work, builder):
-            say_error(f"data_prep: {job.work} stays until builder {', '.join(others)} has ended or is started again")
+            names = ", ".join(others)
+            say_error(f"data_prep: {job.work} stays until these builders have ended or are started again: {names}")
             return
     remove_work(job)
 

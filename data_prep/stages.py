@@ -73,7 +73,7 @@ def tokenize(
         which = f" in records with {settings.where}" if settings.where else ""
         more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
         if members := counts[:, Counted.MEMBERS].sum():
-            more += f", whose tars have {members:,} members that are not text: wanted .txt, .json or .jsonl"
+            more += f"; skipped in tars: {members:,} of other kinds than .txt, .json and .jsonl"
         raise DataError(f"no text found{which} in {sources[0].path}{more}")
     rows = zip(sources, sizes, hashes, counts.tolist(), strict=True)
     return tuple(SourceRecord(source.name, size, sha256, *row) for source, size, sha256, row in rows)

@@ -196,7 +196,7 @@ def test_a_builder_that_is_killed_is_made_up_for(tmp_path: Path, capsys: pytest.
     kill_at(command(text, tokenizer, out), "1/2", f"{out}/shard-*.tar.*", 3)
     assert len(list(out.glob("shard-*.tar"))) == 2
     assert main(command(text, tokenizer, out, "--builder", "0/2")) == 0
-    assert f"{out}/.work stays until builder 1 has ended or is started again" in capsys.readouterr().err
+    assert f"{out}/.work stays until these builders have ended or are started again: 1" in capsys.readouterr().err
     assert not verify(out, full=True)
     assert main(command(text, tokenizer, out, "--builder", "1/2")) == 0
     assert contents(out) == contents(tmp_path / "whole")
@@ -287,5 +287,7 @@ def test_a_damaged_piece_takes_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 def test_one_builder_publishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["publish", str(tmp_path), f"file://{tmp_path}/there", "--builder", "1/2"]) == 0
     assert capsys.readouterr().out == f"file://{tmp_path}/there: left to builder 0\n"
-    assert main(["publish", str(tmp_path), f"file://{tmp_path}/there", "--builder", "0/2"]) == 2
+    for place in ("0/2", ""):  # such as of a variable that is not set
+        assert main(["publish", str(tmp_path), f"file://{tmp_path}/there", "--builder", place]) == 2
+    assert "--builder : wanted K/N" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
