@@ -295,6 +295,15 @@ def test_checkpointing_is_named_if_it_makes_room(config: Path, capsys: pytest.Ca
     assert f"note: engine.checkpointing {kind}: its time is not measured" in capsys.readouterr().out
 
 
+def test_a_smaller_micro_batch_says_if_it_changes_the_batch(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = yaml.safe_load(config.read_text())
+    del tree["phases"][0]["global_batch"]
+    config.write_text(yaml.safe_dump(tree))
+    words = "--gpus 1 --memory 700MiB --tflops 100 --set model.layers=30 --set phases.0.accumulation=6"
+    assert main(["--config", str(config), *words.split(), "--set", "phases.0.micro_batch=500"]) == 2
+    assert " and raise accumulation to keep the global batch" in capsys.readouterr().err
+
+
 def test_a_stage_without_room_is_shown(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

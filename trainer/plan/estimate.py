@@ -232,14 +232,17 @@ def require_room(plan: Plan) -> None:
         needs = sum(plan.peaks(stage)[number].values())
         if needs <= card.memory_gib * GIB:
             continue
-        said = f"phases.{number}: a micro-batch of {each.load.sequences:,} sequences needs {needs / GIB:,.1f} GiB under"
-        said += f" ZeRO {stage}, and a GPU has {card.memory_gib:,.4g} GiB"
+        said = f"phases.{number}: a micro-batch of {each.load.sequences:,} sequences needs {needs / GIB:,.2f} GiB under"
+        said += f" ZeRO {stage}, and a GPU has {card.memory_gib:,.2f} GiB"
         most = each.largest[stage]
         if most == 0:
             raise TrainerError(f"{said}: {_alternatives(plan, each)}")
         share = -(-each.global_batch // plan.hardware.ranks)
-        given = plan.config.phases[number].micro_batch is not None
-        change = f"lower micro_batch to {most:,}" if given else f"raise accumulation to {-(-share // most):,}"
+        given = plan.config.phases[number]
+        change = f"raise accumulation to {-(-share // most):,}"
+        if given.micro_batch is not None:
+            more = " and raise accumulation to keep the global batch" if given.global_batch is None else ""
+            change = f"lower micro_batch to {most:,}{more}"
         kinds = [kind for kind in LAYER_BYTES if _has_room(plan, each, kind)]
         if kinds:
             change += f", or set engine.checkpointing to {kinds[0]}"

@@ -2,8 +2,8 @@
 
 The best interval is Daly's (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
 2006, equation 37), which refines Young's √(2 δ M) (J. W. Young, "A first order approximation to the optimum checkpoint
-interval", 1974). The time of a whole run is
-Daly's complete cost function, for failures that come independently of one another:
+interval", 1974). The time of a whole run is Daly's complete cost function, for failures that come independently of one
+another:
 
     T = M e^(R / M) (e^((τ + δ) / M) - 1) T₀ / τ
 
