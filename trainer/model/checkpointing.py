@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward computes again what forward then need not keep.
+"""Activation checkpointing: forward keeps less, and backward computes the rest again.
 
 Dropout is keyed (kernels/dropout.py), so the same bits come out again. With the Triton kernels, a layer of width D with
 an MLP of 4 D keeps this many numbers per token, and 4 bytes for each head and 16 for its two LayerNorms:
