@@ -63,7 +63,7 @@ def kill_at(arguments: list[str], builder: str, wanted: str, count: int = 1) -> 
                 os.kill(os.getpid(), signal.SIGKILL)
             sync(handle)
 
-        os.fsync = killing
+        os.fsync = killing  # type: ignore[assignment]
         main([*arguments, "--builder", builder])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
