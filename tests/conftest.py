@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from trainer.model.bert import ModelConfig
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te")
 SEQUENCE_LENGTH = 32
 
+# A shell starts a command in the background with SIGINT ignored, and what tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("lambert", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("lambert")
 
