@@ -10,7 +10,6 @@ from pathlib import Path
 import boto3
 import braceexpand
 import pytest
-from moto.server import ThreadedMotoServer
 
 from data_prep import inputs
 from data_prep.__main__ import main
@@ -18,10 +17,11 @@ from data_prep.errors import DataError, shortage
 from data_prep.inputs import expand, find_inputs
 from tests.helpers.corpora import contents, write_tokenizer
 from tests.helpers.file_server import Server
+from tests.helpers.s3 import serving, sign_in
 from tests.test_data_prep_tars import write_tar
 
 NAMES = ("part-08.tar", "part-09.tar", "part-10.tar")
-BUCKET = "corpora"  # servers of one process share their buckets
+BUCKET = "corpora"
 PATTERN = "part-{08..10}.tar"
 
 
@@ -82,22 +82,13 @@ def test_ranges_that_name_too_little_or_too_much_take_one_line(folder: Path) -> 
 
 @pytest.fixture
 def s3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    host, port = running.get_host_and_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "me",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
-    }.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
-    for name in NAMES:
-        client.upload_file(str(folder / name), BUCKET, f"set/{name}")
-    yield f"s3://{BUCKET}/set"
-    running.stop()
+    with serving() as address:
+        sign_in(address, monkeypatch)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket=BUCKET)
+        for name in NAMES:
+            client.upload_file(str(folder / name), BUCKET, f"set/{name}")
+        yield f"s3://{BUCKET}/set"
 
 
 def test_addresses_give_the_data_set_of_the_folder(folder: Path, server: Server, s3: str, tmp_path: Path) -> None:

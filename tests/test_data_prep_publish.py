@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 import webdataset
 from fsspec.implementations.local import LocalFileSystem
-from moto.backends import get_backend
-from moto.server import ThreadedMotoServer
 
 from data_prep import publish as module
 from data_prep.build import build
@@ -28,6 +25,7 @@ from data_prep.retries import LONGEST_REASON, shown
 from data_prep.settings import make_settings
 from data_prep.verify import verify, verify_published
 from tests.helpers.corpora import contents, read_samples, write_corpus
+from tests.helpers.s3 import serving, sign_in
 
 BUCKET = "bucket"
 READ = "import sys, urllib.request as web; sys.stdout.buffer.write(web.urlopen(sys.argv[1]).read())"
@@ -74,25 +72,14 @@ def data(whole: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of an S3 server."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    host, port = running.get_host_and_port()
-    get_backend("s3").reset()  # the buckets are the process's, and other tests leave theirs
-    yield f"http://{host}:{port}"
-    running.stop()
+    with serving() as address:
+        yield address
 
 
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A client of the server, with an empty bucket there; users name their MinIO in the same way."""
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "me",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL_S3": server,
-    }.items():
-        monkeypatch.setenv(name, value)
+    sign_in(server, monkeypatch)
     client = boto3.client("s3")
     client.create_bucket(Bucket=BUCKET)
     yield client

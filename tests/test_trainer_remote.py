@@ -12,13 +12,13 @@ from pathlib import Path
 import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from data_prep.manifest import MANIFEST, load_manifest, manifest_hash
 from data_prep.publish import publish
 from tests.helpers import ranks
 from tests.helpers.file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, values
 from tests.helpers.runs import lines, write_config
+from tests.helpers.s3 import serving, sign_in
 from trainer.data.cache import CacheConfig, open_cache
 from trainer.data.loader import Loader
 from trainer.engine.schedule import Phase
@@ -48,20 +48,11 @@ def phase_of(
 
 @pytest.fixture
 def s3(own_shards: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    host, port = running.get_host_and_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "me",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
-    }.items():
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    publish(own_shards, "s3://bucket/set", 2)
-    yield "s3://bucket/set"
-    running.stop()
+    with serving() as address:
+        sign_in(address, monkeypatch)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        publish(own_shards, "s3://bucket/set", 2)
+        yield "s3://bucket/set"
 
 
 @pytest.mark.parametrize("place", ["server", "s3", "file"])
