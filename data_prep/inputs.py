@@ -160,7 +160,7 @@ def _stopping(ended: threading.Event) -> Iterator[ThreadPoolExecutor]:
 
 
 def _ask(opened: dict[str, tuple[Any, str]], folder: Path, ended: threading.Event, address: str) -> Copy | None:
-    """What the server says of a file; None if there is no such file."""
+    """Asks a server for a file's size and version; None if there is no such file."""
     parent, _, key = address.rpartition("/")
     fs, root = opened[parent]
     found = _patiently(address, partial(_info, fs, f"{root}/{key}"), ended)

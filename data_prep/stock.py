@@ -139,7 +139,7 @@ def _difference(theirs: Any, ours: Sample) -> str:
 
 
 def _described(member: dict[str, Any]) -> str:
-    """What a member is, for an error."""
+    """The key of a sample and its files with their sizes, for an error line."""
     files = ", ".join(f"{name} of {len(data)} bytes" for name, data in member.items() if not name.startswith("__"))
     return printable(f"{member['__key__']}: {files}")
 

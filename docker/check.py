@@ -238,7 +238,7 @@ def train(work: Path, image: str, apex: str) -> None:
 
 
 def apex_of(log: str) -> str:
-    """What a run's first line says of Apex: absent, NVIDIA's, or an unrelated package of that name."""
+    """The entry for Apex in a run's first line: absent, a version, or an unrelated package of that name."""
     found = re.search(r" · apex (.+?) · ", log)
     return found[1] if found else "nothing"
 

@@ -50,7 +50,7 @@ def find() -> Apex | None:
 
 
 def describe(used: bool) -> str:
-    """What ``import apex`` would import here, for logs and metrics; ``used``: whether the run uses it."""
+    """One word for logs and metrics on what ``import apex`` would import; ``used``: whether the run uses it."""
     found = find()
     if found is None:
         return ABSENT if _spec("apex") is None else FOREIGN
@@ -84,7 +84,7 @@ def extension(name: str) -> Any:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where ``import name`` would look, whatever was imported before. Runs none of its code."""
+    """The module that ``import name`` would find if nothing had been imported yet. Runs none of its code."""
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
     return next((spec for find in finders if find is not None and (spec := find(name, None)) is not None), None)
 

@@ -98,7 +98,7 @@ def _parts(buffers: Sequence[Tensor], pieces: Sequence[Piece]) -> list[list[Tens
 
 
 def _flag(flat: Flat) -> Tensor:
-    """What Apex's kernels set if a value is not finite. Nothing reads it: the engine looks before the step."""
+    """The flag that Apex's kernels set if a value is not finite. It is not read: the engine checks before the step."""
     return torch.zeros(1, dtype=torch.int32, device=flat.master.device)
 
 

@@ -43,7 +43,7 @@ def start(arguments: list[str], builder: str) -> subprocess.Popen[str]:
 
 
 def ends(run: subprocess.Popen[str], code: int = 0) -> str:
-    """What a builder printed to stderr, once it has ended with ``code``."""
+    """Wait until a builder has ended with ``code``; returns what it printed to stderr."""
     said = run.communicate(timeout=PATIENCE)[1]
     assert run.returncode == code, said
     return said

@@ -242,7 +242,7 @@ def test_a_plan_is_printed_written_and_drawn(config: Path, tmp_path: Path, capsy
 
 
 def test_the_largest_micro_batch_is_the_largest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the refusal names is accepted, and one more is not."""
+    """The micro-batch that the refusal names is accepted; a larger one is not."""
     words = ["--config", str(config), "--gpus", "1", "--memory", "641MiB", "--tflops", "100"]
     words += ["--set", "phases.0.global_batch=20000", "--set"]
     assert main([*words, "phases.0.micro_batch=20000"]) == 2

@@ -113,7 +113,7 @@ def preparation(folder: Path, pods: int, words: list[str]) -> Contract:
 
 
 def _rendered(folder: Path, values: helm.Json) -> list[helm.Json]:
-    """What the chart makes of the values. Skips the test without Helm."""
+    """The objects that the chart renders from the values. Skips the test without Helm."""
     path = folder / "values.yaml"
     path.write_text(yaml.safe_dump(values))
     try:

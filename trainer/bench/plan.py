@@ -61,7 +61,7 @@ def measured(model: ModelConfig, setting: Setting, length: int, sequences: int, 
 
 
 def predicted(model: ModelConfig, setting: Setting, length: int, sequences: int, card: Card) -> tuple[int, float]:
-    """What the planner says of the same."""
+    """The planner's reserved memory in bytes, and step time in seconds, for the same setting."""
     tokens, counted = sequences * length, sizes(model)
     load = Load(tokens, round(0.15 * tokens), sequences)
     counts = np.zeros(length + 1, np.int64)

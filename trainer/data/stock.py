@@ -91,7 +91,7 @@ def stock_pipeline(
 
 
 def _problem(batch_size: Any, epochs: Any, seeds: dict[str, Any]) -> str:
-    """What is wrong with these arguments, and what to change; empty if nothing is."""
+    """One line on the first argument that is wrong and how to change it; empty if all are right."""
     if batch_size is not None and not _is_whole(batch_size, 1):
         return f"batch_size is {shown(batch_size)}: must be 1 or more, or None for single samples"
     if not (isinstance(epochs, Sequence) and epochs and all(_is_whole(epoch, 0) for epoch in epochs)):
