@@ -20,7 +20,7 @@ from data_prep.picture import draw
 from data_prep.settings import make_settings
 from data_prep.shards import read_index, read_shard
 from data_prep.verify import verify
-from trainer.data.loader import Loader
+from trainer.data.reader import Reader
 from trainer.errors import TrainerError
 
 NAME = "shard-00001"
@@ -73,11 +73,11 @@ def test_every_bit_of_a_header_counts(own_shards: Path, kind: str) -> None:
     reads: list[Callable[[], object]] = [lambda: read_histogram(own_shards, counts)]
     if kind == "an index":
         tar = own_shards / f"{NAME}.tar"
-        loader = Loader(own_shards, manifest, 0, 1)
+        reader = Reader(own_shards, manifest, 0, 1, None, None, "restore it")
         reads = [
             lambda: read_index(own_shards / name),
             lambda: read_index(own_shards / name, record.index_sha256),
-            lambda: loader._open(1),
+            lambda: reader.open(1),
         ]
         assert tar.is_file()
     whole = (own_shards / name).read_bytes()
@@ -98,7 +98,10 @@ def test_what_lies_in_an_indexs_place_is_named_by_all_who_read_it(
     for read, what in (
         (lambda: read_index(path), "no index"),
         (lambda: read_shard(own_shards, NAME), "no index"),
-        (lambda: Loader(own_shards, load_manifest(own_shards), 0, 1)._open(1), "not the index in the manifest"),
+        (
+            lambda: Reader(own_shards, load_manifest(own_shards), 0, 1, None, None, "restore it").open(1),
+            "not the index in the manifest",
+        ),
         (lambda: list(show_samples(own_shards, 1000)), "not the index in the manifest"),
         (lambda: draw(own_shards, tmp_path / "data.png"), "not the index in the manifest"),
     ):

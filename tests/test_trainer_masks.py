@@ -28,7 +28,8 @@ from tests.helpers.raw_samples import (
     undone,
 )
 from tests.helpers.runs import lines, write_config
-from trainer.data.loader import DynamicMasks, Loader
+from trainer.data.loader import Loader
+from trainer.data.masks import DynamicMasks
 from trainer.data.order import Order
 from trainer.errors import TrainerError
 from trainer.monitor.metrics_log import read_lines

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from data_prep.manifest import load_manifest
 from tests.helpers.raw_samples import order_of
+from trainer.data.flat import Flat
 from trainer.data.loader import Loader
 from trainer.data.spread import Spread, spread
 from trainer.engine.schedule import Phase
@@ -55,20 +57,20 @@ def test_places_do_not_depend_on_ranks_or_micro_batches(tiny_shards: Path, cut: 
 def test_every_place_is_equally_likely() -> None:
     """A sequence of 5 tokens in 8 rows has 4 places; its last one ends at the last row."""
     count = 4000
-    batch = MicroBatch(
-        tokens=torch.zeros(5 * count, dtype=torch.int64),
-        segments=torch.zeros(5 * count, dtype=torch.int64),
-        positions=torch.arange(5).repeat(count),
-        cu_seqlens=torch.arange(0, 5 * count + 1, 5, dtype=torch.int32),
+    flat = Flat(
+        tokens=np.zeros(5 * count, np.int64),
+        segments=np.zeros(5 * count, np.int64),
+        positions=np.tile(np.arange(5), count),
+        cu_seqlens=np.arange(0, 5 * count + 1, 5, dtype=np.int32),
         max_seqlen=5,
-        samples=torch.arange(count),
-        masked=torch.empty(0, dtype=torch.int64),
-        labels=torch.empty(0, dtype=torch.int64),
-        is_next=torch.zeros(count, dtype=torch.int64),
+        samples=np.arange(count),
+        masked=np.empty(0, np.int64),
+        labels=np.empty(0, np.int64),
+        is_next=np.zeros(count, np.int64),
     )
-    moved = spread(batch, Spread(8, seed=1))
-    first = moved.positions[batch.cu_seqlens[:-1].long()]
-    counts = torch.bincount(first, minlength=8).tolist()
+    moved = spread(flat, Spread(8, seed=1))
+    first = moved.positions[flat.cu_seqlens[:-1]]
+    counts = np.bincount(first, minlength=8).tolist()
     assert counts[4:] == [0] * 4
     assert all(abs(n - count / 4) < 5 * (count * 3 / 16) ** 0.5 for n in counts[:4]), counts
     assert int(moved.positions.max()) == 7

@@ -36,7 +36,8 @@ from trainer.convert.hugging_face import to_hugging_face
 from trainer.data import stock
 from trainer.data.cache import CacheConfig
 from trainer.data.collate import collate
-from trainer.data.loader import Loader, dynamic_masks
+from trainer.data.loader import Loader
+from trainer.data.masks import dynamic_masks
 from trainer.data.stock import stock_pipeline
 from trainer.errors import TrainerError
 from trainer.model.batch import GlobalCounts, MicroBatch

@@ -17,8 +17,9 @@ from tests.helpers.raw_samples import order_of
 from tests.test_trainer_model import TINY, keys_of
 from trainer.checkpoint.train_state import TrainState
 from trainer.convert.folder import random_batch
-from trainer.data.loader import Loader, StepBatch
+from trainer.data.loader import Loader
 from trainer.data.order import Order
+from trainer.data.reader import Reader, Step
 from trainer.engine.stopwatch import Stopwatch
 from trainer.model.bert import Bert
 from trainer.monitor.exporter import Exporter
@@ -47,13 +48,13 @@ def test_each_dropout_and_head_has_a_site_of_its_own(monkeypatch: pytest.MonkeyP
 
 def test_a_wait_for_a_slow_disk_is_reported(tiny_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wait is reported for data that was ready before it was requested."""
-    read = Loader.read
+    read = Reader.step
 
-    def slow(self: Loader, order: Order, position: int, *cut: int) -> StepBatch:
+    def slow(self: Reader, order: Order, position: int, *cut: int) -> Step:
         time.sleep(0.2 if position == 0 else 0.0)
         return read(self, order, position, *cut)
 
-    monkeypatch.setattr(Loader, "read", slow)
+    monkeypatch.setattr(Reader, "step", slow)
     loader = Loader(tiny_shards, load_manifest(tiny_shards), 0, 1)
     with closing(loader.steps(order_of(tiny_shards), 0, 8, 1)) as steps:
         assert next(steps).wait_seconds > 0.15

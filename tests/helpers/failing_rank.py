@@ -10,18 +10,18 @@ import runpy
 import sys
 from typing import Any, NoReturn
 
-from trainer.data.loader import Loader, StepBatch
+from trainer.data.reader import Reader, Step
 
 call, number, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 del sys.argv[:4]
-read, reads = Loader.read, 0
+read, reads = Reader.step, 0
 
 
 def fail(*arguments: object) -> NoReturn:
     raise OSError(number, os.strerror(number)) if number else MemoryError
 
 
-def read_or_fail(*arguments: Any) -> StepBatch:
+def read_or_fail(*arguments: Any) -> Step:
     global reads
     reads += 1
     if reads >= step:
@@ -29,5 +29,5 @@ def read_or_fail(*arguments: Any) -> StepBatch:
     return read(*arguments)
 
 
-Loader.read = read_or_fail  # type: ignore[method-assign, assignment]
+Reader.step = read_or_fail  # type: ignore[method-assign, assignment]
 runpy.run_path(sys.argv[0], run_name="__main__")

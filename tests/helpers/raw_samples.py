@@ -14,7 +14,8 @@ from data_prep.manifest import load_manifest
 from data_prep.masking import Masking, make_vocabulary
 from data_prep.shards import NO_PAIR
 from data_prep.tokenizer import load_tokenizer
-from trainer.data.loader import DynamicMasks, Loader, StepBatch
+from trainer.data.loader import Loader, StepBatch
+from trainer.data.masks import DynamicMasks
 from trainer.data.order import Order
 from trainer.model.batch import IGNORED, MicroBatch
 

@@ -1,4 +1,4 @@
-"""Read shards as unpadded micro-batches. A batch is a function of its position; the loader keeps no state.
+"""Yield unpadded micro-batches from shards. A batch is a function of its position; the loader keeps no state.
 
 Every rank works out the whole global batch from the indexes (lengths and masked counts), so all ranks agree on the
 counts, the partition and the number of steps without communicating. Each rank reads only its own samples, by offset,
@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
-import zlib
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_prep.draws import bits
-from data_prep.errors import DataError
 from data_prep.manifest import Manifest
-from data_prep.masking import Masking, Vocabulary, make_vocabulary, remask
-from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, tar_path
-from data_prep.tokenizer import Tokenizer
+from data_prep.shards import index_path, tar_path
 from trainer.data.cache import Cache
-from trainer.data.collate import collate, filler
-from trainer.data.order import Order, deal
-from trainer.data.spread import Spread, spread
-from trainer.errors import PassingError, TrainerError, shortage
+from trainer.data.collate import micro_batch
+from trainer.data.masks import DynamicMasks
+from trainer.data.order import Order
+from trainer.data.reader import Reader, Step
+from trainer.data.spread import Spread
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.ranks.stop import Stop
 
 CPU = torch.device("cpu")
-_MASKS = 4  # the purpose of this random stream; see trainer/data/order.py
 
 
 @dataclass(frozen=True)
@@ -52,40 +44,6 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # for this rank
     counts: GlobalCounts  # of the global batch
     wait_seconds: float = 0.0  # how long training waited for it
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """An open shard. It is read by system calls: a memory map would kill the process if the file shrinks."""
-
-    path: Path
-    index: NDArray[np.int64]  # (samples, columns)
-    handle: int  # closed when nothing refers to this object any longer
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, os.close, self.handle)
-
-
-@dataclass(frozen=True)
-class DynamicMasks:
-    """Settings for drawing new masks."""
-
-    vocabulary: Vocabulary
-    masking: Masking
-    seed: int
-
-    @property
-    def keeps_counts(self) -> bool:
-        """Whether new masks cover as many tokens as the static ones, whose number is in the index."""
-        return self.masking.unit == "token"
-
-
-def dynamic_masks(tokenizer: Tokenizer, manifest: Manifest, seed: int) -> DynamicMasks:
-    """Return the settings for drawing new masks over the data set."""
-    settings, specials = manifest.settings, manifest.tokenizer.specials
-    vocabulary = make_vocabulary(manifest.tokenizer.vocab_size, tokenizer.never, specials.mask)
-    masking = Masking(settings.masking, settings.masked_share, settings.max_predictions)
-    return DynamicMasks(vocabulary, masking, int(bits(seed, _MASKS)[0]))  # never the static masks' seed
 
 
 class Loader:
@@ -108,13 +66,12 @@ class Loader:
         spread: Spread | None = None,
     ) -> None:
         self.folder, self.manifest, self.rank, self.ranks, self.masks = folder, manifest, rank, ranks, masks
-        self.cache, self.device, self.spread = cache, device, spread
-        self._sizes = np.array([shard.samples for shard in manifest.shards])
-        self._remedy = "restore it or build the shards again"
+        self.cache, self.device = cache, device
+        remedy = "restore it or build the shards again"
         if cache is not None:
-            self._remedy = f"remove it, and it will be fetched again from {cache.remote.address}"
+            remedy = f"remove it, and it will be fetched again from {cache.remote.address}"
+        self._reader = Reader(folder, manifest, rank, ranks, masks, spread, remedy)
         self._in_use: tuple[list[int], list[int]] = [], []  # shards requested from the cache: needed now, and next
-        self._shard = lru_cache(maxsize=256)(self._open)
 
     def problems(self) -> list[str]:
         """List the shards that are absent, unreadable or of another size. Reads none of them."""
@@ -136,31 +93,8 @@ class Loader:
         If new masks change the number of targets, ``counts.targets`` covers only this rank; ``steps`` completes it.
         """
         self._use(*_shards_at(order, position, global_batch))
-        picks = order.take(position, global_batch)
-        index = self._index_rows(picks)
-        lengths = index[:, Column.TOKENS]
-        parts = deal(lengths, self.ranks * micro_batches)
-        mine = parts[
-            self.rank :: self.ranks
-        ]  # all ranks' k-th parts are neighbours, so they have nearly the same number of tokens
-        own = np.concatenate(mine)
-        samples, targets = self._samples(picks[own], index[own]), int(index[:, Column.MASKED].sum())
-        if self.masks is not None:  # a whole step at once: half the time of masking each micro-batch separately
-            samples = self._remasked(samples, picks[own], position + own, self.masks)
-            if not self.masks.keeps_counts:
-                targets = sum(len(sample.positions) for sample in samples)
-        rest = iter(samples)
-        batches = [self._collate(list(islice(rest, len(part))), position + part) for part in mine]
-        if self.spread is not None:
-            batches = [spread(batch, self.spread) for batch in batches]
-        pinned = tuple(batch.pin(self.device) for batch in batches)
-        counts = GlobalCounts(
-            targets=targets,
-            pairs=0 if self.manifest.settings.pairs == "single" else global_batch,
-            tokens=int(lengths.sum()),
-            squares=int((lengths**2).sum()),
-        )
-        return StepBatch(position, global_batch, pinned, counts)
+        step = self._reader.step(order, position, global_batch, micro_batches)
+        return self._batch(step, position, global_batch)
 
     def steps(
         self, order: Order, position: int, global_batch: int, micro_batches: int, stop: Stop | None = None
@@ -171,18 +105,20 @@ class Loader:
         waits for remote shards.
         """
 
-        def read(position: int) -> tuple[StepBatch, float]:
-            return self.read(order, position, global_batch, micro_batches), time.perf_counter()
+        def read(position: int) -> tuple[Step, float]:
+            self._use(*_shards_at(order, position, global_batch))
+            return self._reader.step(order, position, global_batch, micro_batches), time.perf_counter()
 
-        with self._reader() as reader:
-            pending = reader.submit(read, position)
+        with self._thread() as thread:
+            pending = thread.submit(read, position)
             while True:
                 asked = time.perf_counter()
                 if not self._arrives(pending, stop):
                     return
-                batch, arrived = pending.result()
+                step, arrived = pending.result()
+                batch = self._batch(step, position, global_batch)
                 position += global_batch
-                pending = reader.submit(read, position)
+                pending = thread.submit(read, position)
                 counts = self._complete(batch.counts, stop)
                 yield replace(batch, counts=counts, wait_seconds=max(0.0, arrived - asked))
 
@@ -191,7 +127,7 @@ class Loader:
 
         ``stop`` works as in :meth:`steps`; a stopped sweep is incomplete.
         """
-        sizes = self._sizes.tolist()
+        sizes = self._reader.sizes.tolist()
         picks = np.concatenate([np.stack([np.full(n, s), np.arange(n)], axis=1) for s, n in enumerate(sizes)])
         numbers = np.arange(len(picks))[self.rank :: self.ranks]
         rounds = -(
@@ -202,9 +138,9 @@ class Loader:
 
         def read(part: NDArray[np.int64], now: list[int], following: list[int]) -> MicroBatch:
             self._use(now, following)
-            return self._collate(self._samples(picks[part], self._index_rows(picks[part])), part)
+            return micro_batch(self._reader.samples(picks[part], part))
 
-        with self._reader() as reader:
+        with self._thread() as reader:
             for part, now, following in zip(parts, shards, shards[1:], strict=False):
                 pending = reader.submit(read, part, now, following)
                 if not self._arrives(pending, stop):
@@ -212,8 +148,14 @@ class Loader:
                 if len(part):
                     yield pending.result()
 
+    def _batch(self, step: Step, position: int, global_batch: int) -> StepBatch:
+        pairs = 0 if self.manifest.settings.pairs == "single" else global_batch
+        counts = GlobalCounts(targets=step.targets, pairs=pairs, tokens=step.tokens, squares=step.squares)
+        batches = tuple(micro_batch(flat).pin(self.device) for flat in step.micro_batches)
+        return StepBatch(position, global_batch, batches, counts)
+
     @contextmanager
-    def _reader(self) -> Iterator[ThreadPoolExecutor]:
+    def _thread(self) -> Iterator[ThreadPoolExecutor]:
         """Open a reading thread. On exit, waits for no shards and releases all."""
         with ThreadPoolExecutor(1, thread_name_prefix="loader") as reader:
             try:
@@ -237,7 +179,7 @@ class Loader:
     def _use(self, now: list[int], following: list[int]) -> None:
         """Make sure that the shards ``now`` are in the cache, and that ``following`` soon will be."""
         if self.cache is not None and (now, following) != self._in_use:
-            self._shard.cache_clear()  # an open file takes disk space even after removal
+            self._reader.forget()
             self._in_use = [], []
             self.cache.want(now, following)
             self._in_use = now, following
@@ -247,79 +189,6 @@ class Loader:
         self._use([], [])
         if self.cache is not None:
             self.cache.rest()
-
-    def _index_rows(self, picks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index rows of (count, 2) picks: (count, columns)."""
-        rows = np.empty((len(picks), len(Column)), np.int64)
-        for shard in np.unique(picks[:, 0]):
-            chosen = picks[:, 0] == shard
-            rows[chosen] = self._shard(int(shard)).index[picks[chosen, 1]]
-        return rows
-
-    def _open(self, number: int) -> _Shard:
-        shard = self.manifest.shards[number]
-        path, beside = tar_path(self.folder, shard.name), index_path(self.folder, shard.name)
-        try:
-            index = read_index(
-                beside, shard.index_sha256
-            )  # the hash detects a shard of another build with the same size
-            opened = _Shard(path, index, os.open(path, os.O_RDONLY))
-            size = os.fstat(opened.handle).st_size
-        except (OSError, ValueError) as error:
-            raise self._unreadable(path, error) from None
-        if size != shard.bytes or len(index) != shard.samples:
-            raise TrainerError(
-                f"shard {path} has {size} bytes and {len(index)} samples, but the manifest says {shard.bytes} "
-                f"and {shard.samples}: {self._remedy}"
-            )
-        return opened
-
-    def _unreadable(self, path: Path, error: Exception) -> TrainerError:
-        if lacks := shortage(error):  # the shard itself is fine
-            return PassingError(f"shard {path} cannot be read ({error}): {lacks}")
-        return TrainerError(f"shard {path} cannot be read ({error}): {self._remedy}")
-
-    def _samples(self, picks: NDArray[np.int64], index: NDArray[np.int64]) -> list[Sample]:
-        """Read the samples of (count, 2) picks, whose index rows are (count, columns)."""
-        samples = []
-        columns = index[:, [Column.OFFSET, Column.BYTES, Column.CRC32]]
-        for number, row, offset, size, crc in np.concatenate([picks, columns], axis=1).tolist():
-            shard = self._shard(number)
-            try:
-                payload = os.pread(shard.handle, size, offset)
-            except OSError as error:
-                raise self._unreadable(shard.path, error) from None
-            if zlib.crc32(payload) != crc:
-                wrong = "is damaged at sample {}: its checksum differs"
-                if len(payload) < size:
-                    wrong = "is truncated: it ends before sample {} does"
-                raise TrainerError(f"shard {shard.path} {wrong.format(row)}; {self._remedy}")
-            try:
-                samples.append(decode_sample(payload))
-            except DataError as error:
-                raise TrainerError(f"shard {shard.path} is damaged at sample {row}: {error}; {self._remedy}") from None
-        return samples
-
-    def _remasked(
-        self, samples: list[Sample], picks: NDArray[np.int64], numbers: NDArray[np.int64], masks: DynamicMasks
-    ) -> list[Sample]:
-        """Return the samples with the masks of their epoch: a function of (seed, epoch, sample), not of position."""
-        shard, row = picks.T
-        first, count = np.cumsum(self._sizes) - self._sizes, self._sizes.sum()
-        keys = numbers // count * count + first[shard] + row  # (B,) unique over all epochs
-        masked = remask(samples, keys, masks.vocabulary, masks.masking, masks.seed)
-        drawn, static = ([len(sample.positions) for sample in those] for those in (masked, samples))
-        if masks.keeps_counts and drawn != static:  # the count from the index would be wrong
-            raise TrainerError(
-                f"{self.folder}: dynamic masking changed the number of masked tokens; "
-                "set `masks: static` or rebuild the shards"
-            )
-        return masked
-
-    def _collate(self, samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
-        if not samples:  # more parts than samples: a sequence without targets keeps the ranks in sync
-            return filler(self.manifest.tokenizer.specials.cls, self.manifest.tokenizer.specials.sep)
-        return collate(samples, numbers)
 
 
 def _shards_at(order: Order, position: int, count: int) -> tuple[list[int], list[int]]:

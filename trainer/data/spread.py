@@ -7,12 +7,12 @@ distances (Kiyono et al., "SHAPE: Shifted Absolute Position Embedding for Transf
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from data_prep.draws import bits
-from trainer.model.batch import MicroBatch
+from trainer.data.flat import Flat
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Spread:
     seed: int
 
 
-def spread(batch: MicroBatch, settings: Spread) -> MicroBatch:
+def spread(flat: Flat, settings: Spread) -> Flat:
     """The micro-batch with each sequence moved as a whole to a random place in the first ``rows`` positions.
 
     The place is a function of (seed, sample number) only, so it does not depend on ranks or micro-batches.
     """
-    lengths = batch.cu_seqlens.diff().long()  # (B,)
-    room = (settings.rows - lengths + 1).numpy().astype("uint64")
-    first = torch.from_numpy((bits(settings.seed, batch.samples.numpy()) % room).astype("int64"))  # (B,)
-    return replace(batch, positions=batch.positions + first.repeat_interleave(lengths))
+    lengths = np.diff(flat.cu_seqlens).astype(np.int64)  # (B,)
+    room = (settings.rows - lengths + 1).astype(np.uint64)
+    first = (bits(settings.seed, flat.samples) % room).astype(np.int64)  # (B,)
+    return flat._replace(positions=flat.positions + np.repeat(first, lengths))

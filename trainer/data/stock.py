@@ -31,7 +31,7 @@ from data_prep.stock import DECODED, import_webdataset, stock_members
 from data_prep.tokenizer import load_proven
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.collate import collate
-from trainer.data.loader import DynamicMasks, dynamic_masks
+from trainer.data.masks import DynamicMasks, dynamic_masks
 from trainer.data.remote import is_remote
 from trainer.model.batch import IGNORED
 

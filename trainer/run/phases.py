@@ -14,7 +14,8 @@ from trainer.bounds import MOST_STEPS
 from trainer.checkpoint.train_state import TrainState
 from trainer.checkpoint.trained_tokenizer import token_counts
 from trainer.data.cache import Cache, open_cache
-from trainer.data.loader import Loader, dynamic_masks
+from trainer.data.loader import Loader
+from trainer.data.masks import dynamic_masks
 from trainer.data.order import Order, largest_window
 from trainer.data.remote import is_remote
 from trainer.data.spread import Spread
