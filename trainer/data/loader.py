@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,11 +28,13 @@ from trainer.data.collate import micro_batch
 from trainer.data.masks import DynamicMasks
 from trainer.data.order import Order
 from trainer.data.reader import Reader, Step
+from trainer.data.reading_process import ReadingProcess
 from trainer.data.spread import Spread
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.ranks.stop import Stop
 
 CPU = torch.device("cpu")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Loader:
 
         If new masks change the number of targets, ``counts.targets`` covers only this rank; ``steps`` completes it.
         """
-        self._use(*_shards_at(order, position, global_batch))
+        self._use(*_shards_at(order, position, global_batch), self._reader.forget)
         step = self._reader.step(order, position, global_batch, micro_batches)
         return self._batch(step, position, global_batch)
 
@@ -101,24 +103,34 @@ class Loader:
     ) -> Generator[StepBatch, None, None]:
         """Yield batches endlessly from ``position`` on; the next one is read while this one is trained on.
 
-        With ``stop``, all ranks take each batch together, and the batches end if a stop is requested while any rank
-        waits for remote shards.
+        It is read by a process of its own if the batches go to a GPU, else by a thread: see
+        trainer/data/reading_process.py. With ``stop``, all ranks take each batch together, and the batches end if a
+        stop is requested while any rank waits for remote shards.
         """
+        with self._thread() as thread, self._process(order, global_batch, micro_batches) as process:
+            forget = self._reader.forget if process is None else process.forget
 
-        def read(position: int) -> tuple[Step, float]:
-            self._use(*_shards_at(order, position, global_batch))
-            return self._reader.step(order, position, global_batch, micro_batches), time.perf_counter()
+            def read(position: int) -> tuple[Step | None, float]:
+                self._use(*_shards_at(order, position, global_batch), forget)
+                if process is not None:
+                    process.ask(position)
+                    return None, 0.0
+                return self._reader.step(order, position, global_batch, micro_batches), time.perf_counter()
 
-        with self._thread() as thread:
-            pending = thread.submit(read, position)
+            # even a thread that only asks competes for the GIL: it is needed only if shards may have to come first
+            submit = _at_once if process is not None and self.cache is None else thread.submit
+            pending = submit(read, position)
             while True:
                 asked = time.perf_counter()
                 if not self._arrives(pending, stop):
                     return
                 step, arrived = pending.result()
+                if process is not None:
+                    step, arrived = process.take(), time.perf_counter()
+                assert step is not None
                 batch = self._batch(step, position, global_batch)
                 position += global_batch
-                pending = thread.submit(read, position)
+                pending = submit(read, position)
                 counts = self._complete(batch.counts, stop)
                 yield replace(batch, counts=counts, wait_seconds=max(0.0, arrived - asked))
 
@@ -137,7 +149,7 @@ class Loader:
         shards = [np.unique(picks[part, 0]).tolist() for part in parts] + [[]]
 
         def read(part: NDArray[np.int64], now: list[int], following: list[int]) -> MicroBatch:
-            self._use(now, following)
+            self._use(now, following, self._reader.forget)
             return micro_batch(self._reader.samples(picks[part], part))
 
         with self._thread() as reader:
@@ -147,6 +159,15 @@ class Loader:
                     return
                 if len(part):
                     yield pending.result()
+
+    @contextmanager
+    def _process(self, order: Order, global_batch: int, micro_batches: int) -> Iterator[ReadingProcess | None]:
+        """Start a process that reads for a GPU; None on CPUs, where the cores are needed for training."""
+        if self.device.type != "cuda":
+            yield None
+            return
+        with closing(ReadingProcess(self._reader, order, global_batch, micro_batches)) as process:
+            yield process
 
     def _batch(self, step: Step, position: int, global_batch: int) -> StepBatch:
         pairs = 0 if self.manifest.settings.pairs == "single" else global_batch
@@ -176,19 +197,29 @@ class Loader:
         assert stop is not None, "ranks whose masks change the counts need a stop to sum them"
         return replace(counts, targets=stop.sum(counts.targets)[0])
 
-    def _use(self, now: list[int], following: list[int]) -> None:
-        """Make sure that the shards ``now`` are in the cache, and that ``following`` soon will be."""
+    def _use(self, now: list[int], following: list[int], forget: Callable[[], None]) -> None:
+        """Make sure that the shards ``now`` are in the cache, and that ``following`` soon will be.
+
+        ``forget`` closes all shards first if others are needed now.
+        """
         if self.cache is not None and (now, following) != self._in_use:
-            self._reader.forget()
+            forget()
             self._in_use = [], []
             self.cache.want(now, following)
             self._in_use = now, following
 
     def _rest(self) -> None:
         """Release all shards if they are remote."""
-        self._use([], [])
+        self._use([], [], self._reader.forget)
         if self.cache is not None:
             self.cache.rest()
+
+
+def _at_once(call: Callable[[int], R], position: int) -> Future[R]:
+    """Make the call now, as a thread's ``submit`` would later."""
+    future = Future[R]()
+    future.set_result(call(position))
+    return future
 
 
 def _shards_at(order: Order, position: int, count: int) -> tuple[list[int], list[int]]:
