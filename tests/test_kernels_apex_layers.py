@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import apex
-from kernels.apex_layers import dense_gelu_dense, dense_gelu_dense_reference, layer_norm
+from kernels.apex_layers import HALF, dense_gelu_dense, dense_gelu_dense_reference, layer_norm
 from tests.helpers.kernel_errors import assert_errs_at_most_twice, poisoned_buffers
 from tests.test_kernels_flat import DEVICE
 
@@ -43,12 +43,9 @@ def check(
         assert_errs_at_most_twice(*each, f"{dtype}: result {number}")
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-
-
 @pytest.mark.gpu
 @on_a_gpu
-@DTYPES
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (77, 768), (4096, 1024)])
 def test_apexs_layer_norm_errs_at_most_twice_as_much_as_pytorch(tokens: int, width: int, dtype: torch.dtype) -> None:
     def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -60,17 +57,38 @@ def test_apexs_layer_norm_errs_at_most_twice_as_much_as_pytorch(tokens: int, wid
 
 @pytest.mark.gpu
 @on_a_gpu
-@DTYPES
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 8), (77, 128), (4096, 1024)])
 def test_apexs_dense_layers_err_at_most_twice_as_much_as_pytorch(tokens: int, width: int, dtype: torch.dtype) -> None:
     shapes = [(tokens, width), (4 * width, width), (4 * width,), (width, 4 * width), (width,), (tokens, width)]
     check(dense_gelu_dense, dense_gelu_dense_reference, shapes, dtype)
 
 
+@pytest.mark.gpu
+@on_a_gpu
+def test_in_fp32_only_apexs_gelu_is_inexact() -> None:
+    """Its matrix products are those of fp32 (TF32's err by 5e-5 and more), so fp32 is refused because of GELU alone."""
+    x, weight1, weight2 = (torch.randn(shape, device=DEVICE) / 8 for shape in ((77, 128), (512, 128), (128, 512)))
+    bias1, bias2 = torch.randn(512, device=DEVICE), torch.randn(128, device=DEVICE)
+    apply = apex.extension("fused_dense_cuda").linear_gelu_linear_forward
+    inner, out, entering = apply(x, weight1, bias1, weight2, bias2)
+    exact = {
+        "first": (entering, F.linear(x.double(), weight1.double(), bias1.double())),
+        "gelu": (inner, F.gelu(entering.double(), approximate="tanh")),
+        "second": (out, F.linear(inner.double(), weight2.double(), bias2.double())),
+    }
+    errors = {name: float((found - right).norm() / right.norm()) for name, (found, right) in exact.items()}
+    assert errors["first"] < 2e-6 and errors["second"] < 2e-6, errors
+    assert 1e-5 < errors["gelu"] < 1e-3, errors  # PyTorch's is 4e-8
+
+
 def test_dense_layers_that_apex_does_not_compute_are_refused() -> None:
     x, w1, b1, w2, b2 = (torch.zeros(shape) for shape in ((3, 8), (16, 8), (16,), (8, 16), (8,)))
+    half = [tensor.half() for tensor in (x, w1[:12], b1[:12], w2[:, :12], b2)]
     with pytest.raises(ValueError, match=r"x is \(3, 8\), with 12 inside; Apex needs multiples of 8"):
-        dense_gelu_dense(x, w1[:12], b1[:12], w2[:, :12], b2)
+        dense_gelu_dense(*half)
+    with pytest.raises(ValueError, match=r"x is torch.float32; Apex's dense layers are exact enough in fp16 and bf16"):
+        dense_gelu_dense(x, w1, b1, w2, b2)
     with pytest.raises(ValueError, match=r"weight2 torch.float32 \(8, 8\)"):
         dense_gelu_dense(x, w1, b1, w2[:, :8], b2)
     with pytest.raises(ValueError, match=r"bias1 torch.float16 \(16,\)"):
