@@ -71,10 +71,15 @@ def normalised(
     eps,
     WIDTH: tl.constexpr,
 ):
-    """Return (normalized z, 0 from column WIDTH on; the mean of z; 1 / the standard deviation of z)."""
+    """Return (normalized z, 0 from column WIDTH on; the mean of z; 1 / the standard deviation of z).
+
+    From the same z, all kernels get the same bits, so that checkpointing can compute LayerNorm again with another one.
+    """
     mean = tl.sum(z, 1) / WIDTH
     centred = tl.where(inside, z - mean[:, None], 0.0)
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 1) / WIDTH + eps))  # correctly rounded, unlike rsqrt
+    # Round each square: the compiler may fuse only one of two squares with their sum, and not always the same one.
+    squares = tl.fma(centred, centred, 0.0)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(squares, 1) / WIDTH + eps))  # correctly rounded, unlike rsqrt
     return centred * rstd[:, None], mean, rstd
 
 
