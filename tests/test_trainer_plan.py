@@ -157,16 +157,24 @@ def test_a_step_takes_what_was_measured(micro_batches: int, milliseconds: float)
     assert 1000 * found.total == pytest.approx(milliseconds, rel=0.1)
 
 
-def rate(hidden: int, length: int, tflops: float) -> Rate:
-    return Rate("NVIDIA X1", 40.0, 12, hidden, length, 32_768, 100.0, tflops, "2026-01-01", "a test")
+def rate(hidden: int, length: int, tflops: float, tokens: int = TOKENS) -> Rate:
+    return Rate("NVIDIA X1", 40.0, 12, hidden, length, tokens, 100.0, tflops, "2026-01-01", "a test")
 
 
 def test_rates_between_the_measured_ones() -> None:
     rates = [rate(512, 128, 200), rate(2048, 128, 400), rate(2048, 512, 300)]
-    assert interpolated(rates, 2048, 128) == 400 and interpolated(rates, 2048, 320) == 350
-    assert interpolated(rates, 1024, 128) == pytest.approx(300)  # halfway in the logarithm
-    assert interpolated(rates, 512, 512) == pytest.approx(150)  # as for the width with more lengths
-    assert interpolated(rates, 64, 128) == 200 and interpolated(rates, 2048, 4096) == 300
+    for hidden, length, found in (
+        (2048, 128, 400),
+        (2048, 320, 350),
+        (1024, 128, 300),  # halfway in the logarithm
+        (512, 512, 150),  # as for the width with more lengths
+        (64, 128, 200),
+        (2048, 4096, 300),
+    ):
+        assert interpolated(rates, hidden, length, TOKENS) == pytest.approx(found)
+    more = [*rates, rate(512, 128, 100, TOKENS // 4)]  # a step of T / 2 takes 2 / 3 of one of T
+    for tokens, found in ((TOKENS // 4, 100), (TOKENS // 2, 150), (TOKENS, 200), (4 * TOKENS, 200), (1, 100)):
+        assert interpolated(more, 512, 128, tokens) == pytest.approx(found)
     card = Card("NVIDIA X1", 40.0, tuple(rates))
     assert not doubts(card, 1024, 130, 32_768)
     assert ["hidden", "length", "micro-batches"] == [line.split()[0] for line in doubts(card, 64, 900, 100)]

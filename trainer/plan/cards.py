@@ -3,19 +3,21 @@
 ``cards.json`` has only rates that `docs/lab.md` records. ``python -m trainer.bench --write FILE`` adds rows in the same
 format for another card or model, and ``--rates FILE`` makes the planner use them.
 
-Rates are TFLOP/s of :mod:`trainer.model.flops` over forward and backward passes. Between two measured lengths, and
-between two measured widths, they are interpolated: linearly in the length, and in the logarithm of the width. If a
-width was measured at fewer lengths than the one with the most, the other lengths are scaled as that one's are. Outside
-the measured range the nearest value holds, and :func:`doubts` says so.
+Rates are TFLOP/s of :mod:`trainer.model.flops` over forward and backward passes. They are interpolated between the
+measured sizes of micro-batches, lengths and widths: linearly in the length, and in the logarithm of the width. The time
+of a micro-batch is taken as linear in its tokens, so a token's time is linear in their inverse. If a width was measured
+at fewer lengths than the one with the most, the other lengths are scaled as that one's are. Outside the measured range
+the nearest value holds, and :func:`doubts` says so.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,9 +62,12 @@ class Card:
     rates: tuple[Rate, ...]  # empty if ``tflops`` was given
     tflops: float | None = None  # the same for every model
 
-    def rate(self, hidden: int, length: float) -> float:
-        """The rate for a model's width and length (the mean over tokens of their sequence's length), in TFLOP/s."""
-        return self.tflops if self.tflops is not None else interpolated(self.rates, hidden, length)
+    def rate(self, hidden: int, length: float, tokens: float) -> float:
+        """The rate for a model's width and a micro-batch, in TFLOP/s.
+
+        ``length``: the mean over tokens of their sequence's length. ``tokens``: of the micro-batch.
+        """
+        return self.tflops if self.tflops is not None else interpolated(self.rates, hidden, length, tokens)
 
     def optimizer_ps(self, optimizer: str) -> float:
         """Picoseconds of an update per parameter."""
@@ -91,7 +96,7 @@ def read_rates(path: Path) -> list[Rate]:
 
 
 def add_rates(path: Path, more: Sequence[Rate]) -> None:
-    """Add rows to the table at ``path``, or start one. A row of the same card, model and length is replaced."""
+    """Add rows to the table at ``path``, or start one. A row of the same card, model and shape is replaced."""
     found = {_place(row): row for row in [*(read_rates(path) if path.exists() else []), *more]}
     with replacing(path) as file:
         lines = ",".join(f"\n {json.dumps(asdict(row))}" for row in found.values())
@@ -113,11 +118,14 @@ def choose(rates: Sequence[Rate], name: str) -> Card:
     return Card(card, rows[-1].memory_gib, rows)
 
 
-def interpolated(rates: Sequence[Rate], hidden: int, length: float) -> float:
+def interpolated(rates: Sequence[Rate], hidden: int, length: float, tokens: float) -> float:
     """The rate between the measured ones; see the top of this file."""
-    by_width: dict[int, dict[int, float]] = {}
+    by_shape: dict[tuple[int, int], dict[float, float]] = {}
     for row in rates:
-        by_width.setdefault(row.hidden, {})[row.length] = row.tflops
+        by_shape.setdefault((row.hidden, row.length), {})[1 / row.tokens] = 1 / row.tflops
+    by_width: dict[int, dict[int, float]] = {}
+    for (width, at), by_tokens in by_shape.items():
+        by_width.setdefault(width, {})[at] = 1 / _interp(by_tokens, 1 / tokens)
     model = max(by_width.values(), key=len)
     widths = sorted(by_width)
     values = [_at_length(by_width[width], model, length) for width in widths]
@@ -149,14 +157,14 @@ def _at_length(own: dict[int, float], model: dict[int, float], length: float) ->
     return _interp(own, inside) * _interp(model, length) / _interp(model, inside)
 
 
-def _interp(by_length: dict[int, float], length: float) -> float:
-    at = sorted(by_length)
-    return float(np.interp(length, at, [by_length[each] for each in at]))
+def _interp(known: Mapping[Any, float], where: float) -> float:
+    at = sorted(known)
+    return float(np.interp(where, at, [known[each] for each in at]))
 
 
 def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LARGEST
 
 
-def _place(row: Rate) -> tuple[str, int, int, int]:
-    return row.card, row.layers, row.hidden, row.length
+def _place(row: Rate) -> tuple[str, int, int, int, int]:
+    return row.card, row.layers, row.hidden, row.length, row.tokens

@@ -51,7 +51,8 @@ def step_time(
     """The time of a step. ``batch``: the global batch, and the micro-batches per rank."""
     (global_batch, micro_batches), (card, network), ranks = batch, hardware, setting.ranks
     counts = lengths.batch(global_batch)
-    rate = 1e12 * card.rate(model.hidden, lengths.squares / lengths.tokens)
+    tokens = counts.tokens / ranks / micro_batches
+    rate = 1e12 * card.rate(model.hidden, lengths.squares / lengths.tokens, tokens)
     compute = model_flops(model, counts) / ranks / rate * CHECKPOINTING_FACTOR[setting.checkpointing]
     update = OFFLOADED_PS if setting.offloads else card.optimizer_ps(optimizer)
     one_pass = network.pass_seconds(setting.element * sizes.padded(ranks), ranks)
