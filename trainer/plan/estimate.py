@@ -8,6 +8,7 @@ from functools import cached_property
 
 from trainer.engine.schedule import Phase, batch_of, resolve, samples_in
 from trainer.errors import TrainerError
+from trainer.model.bert import ModelConfig
 from trainer.model.checkpointing import Checkpointing
 from trainer.plan import goodput
 from trainer.plan.activations import LAYER_BYTES, Load
@@ -193,8 +194,9 @@ def _plan_phase(
     where = hardware.card, hardware.network
     step = step_time(config.model, counted, setting, config.optimizer.name, lengths, batch, where)
     steps = runs.steps if phase.minutes is None else max(1, round(60 * phase.minutes / step.total))
+    stages = {stage: at_stage(setting, stage) for stage in STAGES}
     most = {
-        stage: largest(config, at_stage(setting, stage), counted, lengths, share, hardware.card) for stage in STAGES
+        stage: largest(config.model, each, counted, lengths, share, hardware.card) for stage, each in stages.items()
     }
     return PhasePlan(
         phase=runs,
@@ -209,12 +211,12 @@ def _plan_phase(
     )
 
 
-def largest(config: Config, setting: Setting, counted: Sizes, lengths: Lengths, share: int, card: Card) -> int:
+def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengths, share: int, card: Card) -> int:
     """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits."""
 
     def fits(sequences: int) -> bool:
         load = lengths.fullest(sequences)
-        return sum(peak(config.model, counted, setting, load, sequences < share).values()) <= card.memory_gib * GIB
+        return sum(peak(model, counted, setting, load, sequences < share).values()) <= card.memory_gib * GIB
 
     if fits(share):
         return share
@@ -279,7 +281,7 @@ def _alternatives(plan: Plan, each: PhasePlan) -> str:
         for offloads in (False, True):
             setting = replace(at_stage(plan.setting, stage), offloads=offloads)
             share = -(-each.global_batch // setting.ranks)
-            if most := largest(plan.config, setting, plan.sizes, each.lengths, share, card):
+            if most := largest(plan.config.model, setting, plan.sizes, each.lengths, share, card):
                 more = " and engine.offload_optimizer" if offloads else ""
                 found.append(f"engine.zero_stage {stage}{more} (micro_batch up to {most:,})")
     if found:
@@ -287,7 +289,7 @@ def _alternatives(plan: Plan, each: PhasePlan) -> str:
     ranks = 2 * plan.setting.ranks
     while ranks <= MOST_RANKS:
         setting = replace(at_stage(plan.setting, 3), ranks=ranks)
-        if largest(plan.config, setting, plan.sizes, each.lengths, 1, card):
+        if largest(plan.config.model, setting, plan.sizes, each.lengths, 1, card):
             return f"not even one fits; engine.zero_stage 3 on {ranks:,} GPUs would"
         ranks *= 2
     one = each.lengths.fullest(1)
