@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,35 +160,40 @@ def parts(run: Callable[[], object]) -> dict[str, float]:
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
-def rate(model: ModelConfig, lengths: list[int], ms: float, flops: float) -> Rate:
-    """A measurement of our model as the planner's table has it."""
+def rates(model: ModelConfig, lengths: Sequence[int], tokens: Sequence[int]) -> Iterator[Rate]:
+    """Time one model over full sequences, at each length and size of micro-batch, as rows of the planner's table."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Rate(
-        card=properties.name,
-        memory_gib=round(properties.total_memory / 2**30, 1),
-        layers=model.layers,
-        hidden=model.hidden,
-        length=lengths[0],
-        tokens=sum(lengths),
-        milliseconds=round(ms, 2),
-        tflops=round(flops / ms / 1e9, 1),
-        date=datetime.now(UTC).date().isoformat(),
-        source=f"python -m trainer.bench, torch {torch.__version__}",
-    )
+    bert = Bert(model).cuda().half()
+    for length, size in product(lengths, tokens):
+        sequences = size // length
+        batch = micro_batch([length] * sequences, model).to(torch.device("cuda"))
+        counts = GlobalCounts(batch.masked.numel(), sequences, sequences * length, sequences * length**2)
+        ms = milliseconds(passes(bert, batch))
+        yield Rate(
+            card=properties.name,
+            memory_gib=round(properties.total_memory / 2**30, 1),
+            layers=model.layers,
+            hidden=model.hidden,
+            length=length,
+            tokens=sequences * length,
+            milliseconds=round(ms, 2),
+            tflops=round(model_flops(model, counts) / ms / 1e9, 1),
+            date=datetime.now(UTC).date().isoformat(),
+            source=f"python -m trainer.bench, torch {torch.__version__}",
+        )
 
 
-def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> Rate:
-    """Print a row for each contender, and where ours spends its time. Returns our rate."""
+def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> None:
+    """Print a row for each contender, and where ours spends its time."""
     batch = micro_batch(lengths, model).to(torch.device("cuda"))
     counts = GlobalCounts(batch.masked.numel(), len(lengths), sum(lengths), sum(n * n for n in lengths))
     flops = model_flops(model, counts)
     contenders: dict[str, Contender] = {"Lambert": ours, "Hugging Face": partial(theirs, compiled=False)}
     if compiled:
         contenders["Hugging Face, compiled"] = partial(theirs, compiled=True)
-    times = {}
     for who, make in contenders.items():
         run = make(model, batch)
-        ms = times[who] = milliseconds(run)
+        ms = milliseconds(run)
         speed = f"{flops / ms / 1e9:.0f} | {sum(lengths) / ms * 1e3:,.0f}"
         print_result(f"| {name} | {who} | {ms:.1f} | {speed} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |")
         if who == "Lambert":
@@ -196,4 +202,3 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
         del run
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return rate(model, lengths, times["Lambert"], flops)
