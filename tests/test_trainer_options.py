@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from trainer import export, fill_mask, weights
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.reading import part_name, tree_sha256
 from trainer.checkpoint.train_state import TrainState
+from trainer.console import print_result
 from trainer.convert import weights as plain_weights
 from trainer.encode import __main__ as encode
 from trainer.errors import TrainerError
@@ -219,3 +221,14 @@ def test_a_result_that_cannot_be_printed_takes_one_line(
     said = f"trainer.{name}: error: standard output cannot be written: No space left on device"
     said += " (the disk is full: make room)"
     assert capsys.readouterr().err.splitlines()[-1] == said  # and nothing when the file was closed
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in ``python -m trainer.plan … | head``."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "w") as gone, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", gone)
+        for text in ("a plan", "its end"):
+            print_result(text)
+    assert not capsys.readouterr().err

@@ -37,9 +37,14 @@ def complain(program: str, error: Exception) -> None:
 
 
 def print_result(text: str) -> None:
-    """Print a command's result. Raises TrainerError if standard output cannot be written."""
+    """Print a command's result. If the reader closed the pipe, as ``| head`` does, the rest is lost without an error.
+
+    Raises TrainerError if standard output cannot be written for another reason.
+    """
     try:
         print(text, flush=True)
+    except BrokenPipeError:
+        flush()
     except OSError as error:
         flush()
         raise TrainerError(f"standard output cannot be written: {error.strerror}") from None
