@@ -191,8 +191,9 @@ def test_a_table_of_rates_is_kept_and_checked(tmp_path: Path) -> None:
     add_rates(path, [rate(512, 128, 200)])
     add_rates(path, [rate(512, 128, 210), rate(512, 512, 190)])
     assert [row.tflops for row in read_rates(path)] == [210, 190]
-    with pytest.raises(TrainerError, match="--card 'a100' is not in the table: name one of NVIDIA X1"):
-        choose(read_rates(path), "a100")
+    for name in ("a100", "", " "):
+        with pytest.raises(TrainerError, match=f"--card '{name}' is not in the table: name one of NVIDIA X1"):
+            choose(read_rates(path), name)
     for text, said in (("[1]", "no table"), ("{", "no table"), *REFUSED_RATES):
         path.write_text(text)
         with pytest.raises(TrainerError, match=said):

@@ -105,9 +105,9 @@ def add_rates(path: Path, more: Sequence[Rate]) -> None:
 
 def choose(rates: Sequence[Rate], name: str) -> Card:
     """The card whose name contains ``name``, such as h100. Raises TrainerError with the known cards."""
-    names = sorted({row.card for row in rates})
-    found = [each for each in names if name.lower() in each.lower()]
-    exact = [each for each in found if each.lower() == name.lower()]
+    names, wanted = sorted({row.card for row in rates}), name.strip().lower()
+    found = [each for each in names if wanted and wanted in each.lower()]
+    exact = [each for each in found if each.lower() == wanted]
     if len(exact or found) != 1:
         what = "is ambiguous" if found else "is not in the table"
         raise TrainerError(
