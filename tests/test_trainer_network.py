@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.helpers import nodes, ranks
-from trainer.links import report
-from trainer.links.measure import COLLECTIVES, Timing, bus_factor, link_bytes
+from trainer.links import measure, report
+from trainer.links.measure import COLLECTIVES, Group, Timing, bus_factor, link_bytes
 from trainer.links.report import Place, Results
 from trainer.links.routes import Route, crosses, rounds, routes
 from trainer.links.slow import blame
 from trainer.links.wires import ETHERNET, NVLINK, Wire, looks_like, wire_of_gpu, wire_of_interfaces, wire_of_ports
+from trainer.ranks.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +99,29 @@ def test_a_slow_rank_hides_no_slow_link() -> None:
 
 def test_nothing_is_blamed_for_being_a_little_slower() -> None:
     assert not blame(rates(4, {(1, None): 6})) and not blame(rates(2, {(0, 1): 6}))
+
+
+# ---- computing -----------------------------------------------------------------------------------------------
+
+
+class Alone(Group):
+    """A rank that meets nobody."""
+
+    def meet(self) -> None:
+        """Wait for nobody."""
+
+    def gather(self, values: Sequence[float]) -> Tensor:
+        """Return this rank's values as those of all ranks."""
+        return torch.tensor([values], dtype=torch.float64)
+
+
+def test_the_multiplied_numbers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU draws less power on equal numbers, so one that overheats would not be slower than the others."""
+    factors = []
+    monkeypatch.setattr(torch, "mm", lambda a, b: factors.append(a))
+    group = Alone(World(0, 1, 0, 1, torch.device("cpu")), 1.0)
+    assert len(measure.time_products(group)) == 1
+    assert factors[0].unique().numel() > factors[0].numel() / 2
 
 
 # ---- what the hardware should give ---------------------------------------------------------------------------

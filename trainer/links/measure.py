@@ -252,7 +252,9 @@ def time_products(group: Group) -> list[float]:
     It is the best of several tries: a short pause by the operating system does not make a rank slow.
     """
     side, count, dtype = PRODUCTS[group.world.device.type]
-    factor = torch.full((side, side), 1 / side, dtype=dtype, device=group.world.device)
+    # random: on equal numbers a GPU draws less power, and one that is throttled would look like the others
+    rng = torch.Generator(group.world.device).manual_seed(0)
+    factor = torch.rand(side, side, dtype=dtype, device=group.world.device, generator=rng)
     times = []
     group.meet()
     for _ in range(PRODUCT_TRIES + WARM_UPS):
