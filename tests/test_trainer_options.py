@@ -224,7 +224,7 @@ def test_a_result_that_cannot_be_printed_takes_one_line(
 
 
 def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in ``python -m trainer.plan … | head``."""
+    """The reader of ``python -m trainer.plan … | head`` leaves early."""
     ours, theirs = os.pipe()
     os.close(ours)
     with open(theirs, "w") as gone, monkeypatch.context() as patch:
