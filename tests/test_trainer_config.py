@@ -65,6 +65,8 @@ def test_contradictions_between_sections_are_reported(tmp_path: Path) -> None:
     assert problems(tmp_path, "phases=[]") == ["phases is empty: a run needs at least one"]
     [host] = problems(tmp_path, "optimizer.implementation=apex", "engine.offload_optimizer=true")
     assert host.startswith("optimizer.implementation is apex, which runs on GPUs, but engine.offload_optimizer runs")
+    asked = ("phases.0.micro_batch=auto", "phases.0.accumulation=2", "phases.0.global_batch=null")
+    assert problems(tmp_path, *asked)[0].startswith("phases.0.micro_batch is auto, and global_batch is not set: ")
     [wait] = problems(tmp_path, "run.timeout_seconds=20")
     assert wait.startswith("metrics.linger_seconds is 20.0 but run.timeout_seconds is 20: ranks wait that long")
 
@@ -75,6 +77,7 @@ def test_contradictions_between_sections_are_reported(tmp_path: Path) -> None:
         ("phases.0.steps=1e6", "phases.0.steps: expected a whole number, found str '1e6'"),
         ("phases.0.steps=true", "phases.0.steps: expected a whole number, found bool True"),
         ("phases.0.steps=-1", "phases.0.steps is -1: must be 1 or more"),
+        ("phases.0.micro_batch=Auto", "phases.0.micro_batch: expected a whole number or auto, found str 'Auto'"),
         ("phases.0.steps=0", "phases.0.steps, samples, epochs, minutes: set exactly one of them"),
         ("phases.0.epochs=3", "phases.0.steps, samples, epochs, minutes: set exactly one of them"),
         ("phases.0.decay=cosine", "phases.0.decay: 'cosine' is not one of polynomial, exponential"),

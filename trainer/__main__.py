@@ -16,6 +16,7 @@ from kernels import backend
 from trainer.checkpoint.train_state import TrainState
 from trainer.console import say
 from trainer.exits import DONE, STOPPED
+from trainer.plan.micro_batch import settle
 from trainer.ranks.ending import fail, guard
 from trainer.ranks.world import (
     World,
@@ -47,6 +48,7 @@ def main() -> None:
 
 def _run(plan: Plan, world: World) -> TrainState:
     meet(plan, world)
+    plan = settle(plan, world)
     with backend.using(plan.config.engine.kernels):
         return train(plan, world)
 

@@ -14,14 +14,14 @@ LARGEST_BATCH = 2**19  # sequences per step; eight times the largest batch ever 
 
 
 def outside(config: Any, **bounds: tuple[float, float]) -> list[str]:
-    """List the attributes of ``config`` that are outside their ``(lowest, highest)``, one line each. None passes.
+    """List the attributes of ``config`` that are outside their ``(lowest, highest)``, one line each.
 
-    If the lowest is -inf, the caller checks the lower bound.
+    None and texts pass. If the lowest is -inf, the caller checks the lower bound.
     """
     found = []
     for name, (low, high) in bounds.items():
         value = getattr(config, name)
-        if value is None:
+        if value is None or isinstance(value, str):
             continue
         if value > high:
             found.append(f"{name} is {shown(value)}: must be {high:,} or less")

@@ -38,6 +38,7 @@ from trainer.exits import DONE
 from trainer.links import check
 from trainer.model.bert import Bert
 from trainer.monitor.metrics import MetricsConfig
+from trainer.plan.micro_batch import settle
 from trainer.ranks import hostfile
 from trainer.ranks.ending import guard
 from trainer.ranks.meeting import numbers
@@ -78,6 +79,7 @@ def _try_all(plan: Plan, world: World, hosts: Path | None) -> None:
         _say_what_deepspeed_reads(hosts, world)
     began = time.perf_counter()
     meet(plan, world)
+    plan = settle(plan, world)
     if world.is_main:
         seconds = time.perf_counter() - began
         say(f"{world.size} rank(s) met in {seconds:.1f} s, with the same code, versions, configuration and shards")

@@ -43,7 +43,9 @@ class Phase:
     steps: int = 0  # optimizer steps; 0: as many as samples or epochs require
     learning_rate: float = 0.0  # peak learning rate; must be set
     global_batch: int | None = None  # sequences per optimizer step, over all ranks and micro-batches
-    micro_batch: int | None = None  # maximum number of sequences in one forward and backward pass on one rank
+    # maximum number of sequences in one forward and backward pass on one rank; auto: as many as fit into the memory of
+    # the GPUs by the plan, found at the run's first start and kept when it resumes
+    micro_batch: int | Literal["auto"] | None = None
     accumulation: int | None = None  # micro-batches per step on one rank
     # batch warm-up: stages with growing batches, before the steps with global_batch; they do not change the rate
     batch_warmup: tuple[BatchStage, ...] = ()
@@ -77,6 +79,10 @@ class Phase:
         stated = [self.global_batch, self.micro_batch, self.accumulation]
         if sum(value is not None for value in stated) != 2:
             found.append("global_batch, micro_batch, accumulation: set exactly two of them; the third follows")
+        if self.micro_batch == "auto" and self.global_batch is None:
+            found.append(
+                "micro_batch is auto, and global_batch is not set: set these two, or the batch would depend on the GPUs"
+            )
         lengths = [self.samples, self.epochs, self.minutes]
         if (self.steps != 0) + sum(length is not None for length in lengths) != 1:
             found.append("steps, samples, epochs, minutes: set exactly one of them, the length of the phase")
@@ -175,13 +181,16 @@ def batch_of(phase: Phase, ranks: int) -> tuple[int, int]:
     """``(global batch, micro-batches per rank)`` of a phase on this many ranks. Pure.
 
     Ranks need not get equal shares: 64 sequences on 3 ranks are split 22, 21, 21. If there are more parts than
-    sequences, some parts are empty, and the loader pads them with sequences of weight zero.
+    sequences, some parts are empty, and the loader pads them with sequences of weight zero. ``micro_batch: auto`` gives
+    one micro-batch per step, until :mod:`trainer.plan.micro_batch` has found a number.
     """
     if phase.global_batch is None:
-        assert phase.micro_batch is not None and phase.accumulation is not None  # Phase.problems
+        assert isinstance(phase.micro_batch, int) and phase.accumulation is not None  # Phase.problems
         return phase.micro_batch * phase.accumulation * ranks, phase.accumulation
     if phase.accumulation is not None:
         return phase.global_batch, phase.accumulation
+    if phase.micro_batch == "auto":
+        return phase.global_batch, 1
     assert phase.micro_batch is not None
     share = -(-phase.global_batch // ranks)
     return phase.global_batch, -(-share // phase.micro_batch)
@@ -226,7 +235,7 @@ def batch_problems(phase: Phase, ranks: int, available: int) -> list[str]:
     cuts = [batch_of(replace(phase, global_batch=stage.global_batch), ranks) for stage in phase.batch_warmup]
     largest = max(-(-batch // (ranks * parts)) for batch, parts in [(global_batch, micro_batches), *cuts])
     tokens = largest * phase.sequence_length
-    if tokens >= MOST_TOKENS:
+    if tokens >= MOST_TOKENS and phase.micro_batch != "auto":
         found.append(f"micro_batch: one may have {tokens:,} tokens {cut}: must be under {MOST_TOKENS:,}: lower it")
     if global_batch > MOST_PASSES * available:
         found.append(

@@ -12,20 +12,16 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
 from data_prep.options import CommandParser, check_place
 from trainer.console import complain, print_result
-from trainer.engine.engine import resolve_precision
 from trainer.engine.schedule import batch_of, batch_problems, resolve
 from trainer.errors import PassingError, TrainerError, exit_code
 from trainer.plan import report
 from trainer.plan.cards import CARDS, Card, choose, read_rates
-from trainer.plan.estimate import Hardware, Plan, make_plan
+from trainer.plan.estimate import Hardware, Plan, make_plan, setting_of
 from trainer.plan.lengths import Lengths, read_lengths
-from trainer.plan.memory import Setting
 from trainer.plan.network import assumed, read_network
 from trainer.run.config import Config, load
 from trainer.run.phases import misfits
@@ -75,7 +71,7 @@ def _parser() -> CommandParser:
 
 def _plan(config: Config, options: argparse.Namespace) -> Plan:
     ranks = options.gpus * options.nodes
-    card, setting = _card(options), _setting(config, ranks)
+    card, setting = _card(options), setting_of(config, ranks)
     if setting.precision == "fp32" and options.tflops is None:
         raise TrainerError("this run computes in fp32, and the measured rates are for fp16 and bf16: give --tflops")
     return make_plan(
@@ -107,21 +103,6 @@ def _card(options: argparse.Namespace) -> Card:
     names = {row.card for row in more}  # measured rates of the user replace ours
     found = choose([row for row in read_rates(CARDS) if row.card not in names] + more, options.card)
     return Card(found.name, options.memory or found.memory_gib, found.rates, options.tflops)
-
-
-def _setting(config: Config, ranks: int) -> Setting:
-    """How the run uses its GPUs. Raises TrainerError if it does not fit them or uses none."""
-    engine = config.engine
-    if config.run.device == "cpu":
-        raise TrainerError("run.device is cpu, but a plan is for GPUs: set it to auto")
-    if engine.kernels == "torch":
-        raise TrainerError("engine.kernels is torch, but a plan knows only the memory of Triton's: set it to auto")
-    if config.run.ranks not in (None, ranks):
-        raise TrainerError(f"run.ranks is {config.run.ranks}, but --gpus and --nodes make {ranks:,}: change either")
-    precision = resolve_precision(engine, torch.device("cuda"))
-    apex = config.optimizer.implementation == "apex"
-    offloads, again = engine.offload_optimizer, engine.checkpointing
-    return Setting(engine.zero_stage, precision, ranks, offloads, apex, again)  # type: ignore[arg-type]
 
 
 def _data(config: Config, ranks: int) -> list[Lengths]:

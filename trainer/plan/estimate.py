@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
+from trainer.engine.engine import resolve_precision
 from trainer.engine.schedule import Phase, batch_of, resolve, samples_in
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
@@ -157,6 +160,21 @@ class Plan:
         return [peak(model, self.sizes, setting, each.load, each.accumulation > 1) for each in self.phases]
 
 
+def setting_of(config: Config, ranks: int) -> Setting:
+    """How the run uses its GPUs. Raises TrainerError if it does not fit them or uses none."""
+    engine = config.engine
+    if config.run.device == "cpu":
+        raise TrainerError("run.device is cpu, but a plan is for GPUs: set it to auto")
+    if engine.kernels == "torch":
+        raise TrainerError("engine.kernels is torch, but a plan knows only the memory of Triton's: set it to auto")
+    if config.run.ranks not in (None, ranks):
+        raise TrainerError(f"run.ranks is {config.run.ranks}, but --gpus and --nodes make {ranks:,}: change either")
+    precision = resolve_precision(engine, torch.device("cuda"))
+    apex = config.optimizer.implementation == "apex"
+    offloads, again = engine.offload_optimizer, engine.checkpointing
+    return Setting(engine.zero_stage, precision, ranks, offloads, apex, again)  # type: ignore[arg-type]
+
+
 def at_stage(setting: Setting, stage: int) -> Setting:
     """The same use of the GPUs under another ZeRO stage; stage 0 computes in fp32."""
     if stage == 0:
@@ -187,17 +205,20 @@ def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardwar
 def _plan_phase(
     config: Config, phase: Phase, setting: Setting, counted: Sizes, lengths: Lengths, hardware: Hardware
 ) -> PhasePlan:
-    global_batch, accumulation = batch_of(phase, setting.ranks)
-    runs = resolve(phase, global_batch, lengths.samples)
+    global_batch, _ = batch_of(phase, setting.ranks)
     share = -(-global_batch // setting.ranks)
-    batch = global_batch, accumulation
-    where = hardware.card, hardware.network
-    step = step_time(config.model, counted, setting, config.optimizer.name, lengths, batch, where)
-    steps = runs.steps if phase.minutes is None else max(1, round(60 * phase.minutes / step.total))
     stages = {stage: at_stage(setting, stage) for stage in STAGES}
     most = {
         stage: largest(config.model, each, counted, lengths, share, hardware.card) for stage, each in stages.items()
     }
+    if phase.micro_batch == "auto":
+        phase = replace(phase, micro_batch=max(1, most[setting.stage]))
+    _, accumulation = batch_of(phase, setting.ranks)
+    runs = resolve(phase, global_batch, lengths.samples)
+    batch = global_batch, accumulation
+    where = hardware.card, hardware.network
+    step = step_time(config.model, counted, setting, config.optimizer.name, lengths, batch, where)
+    steps = runs.steps if phase.minutes is None else max(1, round(60 * phase.minutes / step.total))
     return PhasePlan(
         phase=runs,
         lengths=lengths,

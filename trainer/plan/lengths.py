@@ -80,7 +80,15 @@ def read_lengths(place: str, cache: CacheConfig, stall: float) -> tuple[Lengths,
     folder = open_cache(place, cache, stall, 0).folder if is_remote(place) else Path(place)
     try:
         manifest = load_manifest(folder)
+    except DataError as error:
+        raise TrainerError(str(error)) from None
+    return lengths_of(folder, manifest), manifest
+
+
+def lengths_of(folder: Path, manifest: Manifest) -> Lengths:
+    """The lengths of a data set whose manifest was read. Raises TrainerError if the histogram is missing or damaged."""
+    try:
         counts = read_histogram(folder, manifest.length_counts)
     except DataError as error:
         raise TrainerError(str(error)) from None
-    return Lengths(counts, manifest.counts.masked, manifest.settings.pairs != "single"), manifest
+    return Lengths(counts, manifest.counts.masked, manifest.settings.pairs != "single")

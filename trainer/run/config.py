@@ -228,8 +228,11 @@ def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
     return built
 
 
-def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
-    """Convert ``value`` to ``kind``: a dataclass, a tuple of them, a Literal, an optional or a plain scalar."""
+def _value(kind: Any, value: Any, where: str, problems: list[str], words: Sequence[str] = ()) -> Any:
+    """Convert ``value`` to ``kind``: a dataclass, a tuple of them, a Literal, an optional or a plain scalar.
+
+    ``words``: what it may be as well, for the message.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, where, problems)
@@ -245,18 +248,21 @@ def _value(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        kind = next(a for a in arguments if a is not type(None))
-        return _value(kind, value, where, problems)
+        words = [word for a in arguments if get_origin(a) is Literal for word in get_args(a)]
+        if isinstance(value, str) and value in words:
+            return value
+        kind = next(a for a in arguments if a is not type(None) and get_origin(a) is not Literal)
+        return _value(kind, value, where, problems, words)
     if origin is Literal:
         if not any(value == a and type(value) is type(a) for a in arguments):  # True == 1, but is not a ZeRO stage
             choices = ", ".join(str(a) for a in arguments)
             problems.append(f"{where}: {shown(value)} is not one of {choices}")
             return _WRONG
         return value
-    return _scalar(kind, value, where, problems)
+    return _scalar(kind, value, where, problems, words)
 
 
-def _scalar(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
+def _scalar(kind: Any, value: Any, where: str, problems: list[str], words: Sequence[str]) -> Any:
     if kind is float:
         # YAML 1.1 reads 1e-4 as text, but users mean a number
         if isinstance(value, (int, float, str)) and not isinstance(value, bool):
@@ -273,7 +279,7 @@ def _scalar(kind: Any, value: Any, where: str, problems: list[str]) -> Any:
         problems.append(f"{where} is {shown(value)}: {limit}")
         return _WRONG
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    problems.append(f"{where}: expected {names[kind]}, found {_seen(value)}")
+    problems.append(f"{where}: expected {' or '.join([names[kind], *words])}, found {_seen(value)}")
     return _WRONG
 
 

@@ -1,0 +1,93 @@
+"""``micro_batch: auto``: the planner's number, the same on all ranks, and kept by a run that resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import lines, write_config
+from tests.test_trainer_run import train
+from trainer.checkpoint.reading import newest
+from trainer.errors import TrainerError
+from trainer.plan import micro_batch
+from trainer.plan.__main__ import main
+from trainer.plan.memory import CONTEXT_BYTES, GIB
+from trainer.ranks.world import World
+from trainer.run.config import load
+from trainer.run.phases import Plan, open_phases
+
+AUTO, BATCH = "phases.0.micro_batch=auto", "phases.0.global_batch=20000"
+WORLD = World(0, 2, 0, 2, torch.device("cpu"))
+
+
+@pytest.fixture
+def config(tiny_shards: Path, tmp_path: Path) -> Path:
+    return write_config(tmp_path, tiny_shards, 7)
+
+
+def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int) -> Plan:
+    """The run's plan, settled on ranks whose GPUs have these bytes."""
+    monkeypatch.setattr(micro_batch, "gather_texts", lambda text, world: [str(room) for room in rooms])
+    monkeypatch.setattr(micro_batch, "together", lambda action, world: action())
+    monkeypatch.setattr(micro_batch, "broadcast_text", lambda text, world: text)
+    return micro_batch.settle(open_phases(load(config, [AUTO, BATCH]), WORLD), WORLD)
+
+
+def test_the_smallest_gpu_and_the_planner_decide(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = opened(config, monkeypatch, 1700 << 20, 1665 << 20)
+    [phase], [data] = plan.config.phases, plan.phases
+    assert "phases.0.micro_batch: auto is " in capsys.readouterr().out and data.phase is phase
+    assert isinstance(phase.micro_batch, int) and 100 < phase.micro_batch < 9_000
+    assert data.batch(0) == (20_000, -(-10_000 // phase.micro_batch))
+    words = ["--config", str(config), "--gpus", "2", "--memory", "1665MiB", "--tflops", "100", "--set", BATCH, "--set"]
+    assert main([*words, f"phases.0.micro_batch={phase.micro_batch + phase.micro_batch // 10}"]) == 2
+    assert main([*words, AUTO, "--json", str(tmp_path / "plan.json")]) == 0
+    [planned] = json.loads((tmp_path / "plan.json").read_text())["phases"]
+    assert planned["largest_micro_batch"]["1"] == phase.micro_batch
+    assert planned["accumulation"] == data.batch(0)[1]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "said"),
+    [
+        ((GIB // 2, 80 * GIB), "phases.0.micro_batch is auto, but not even one sequence fits into 0.50 GiB"),
+        ((0, 0), "phases.0.micro_batch is auto, which needs a GPU, and this run is on CPUs: set a number"),
+    ],
+)
+def test_no_answer_takes_one_line(
+    rooms: tuple[int, int], said: str, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TrainerError) as error:
+        opened(config, monkeypatch, *rooms)
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_the_context_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, room in ((70 * GIB, 70 * GIB + CONTEXT_BYTES), (80 * GIB, 80 * GIB)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
+        assert micro_batch._room(torch.device("cuda")) == room
+    assert micro_batch._room(torch.device("cpu")) == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_keeps_its_number(config: Path, tmp_path: Path) -> None:
+    """The test runs on CPUs, where no number can be found."""
+    code, said = train(config, AUTO)
+    assert code == 2 and "phases.0.micro_batch is auto, which needs a GPU" in said and "Traceback" not in said, said
+    run = tmp_path / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    code, said = train(config, "phases.0.micro_batch=7")
+    assert code == 0, said
+    code, said = train(config, AUTO, "phases.0.steps=9")
+    assert code == 0 and "phases.0.micro_batch: auto is 7, as before, from the run's checkpoint" in said, said
+    assert "changed since that checkpoint: phases.0.steps was 7, now 9" in said and "micro_batch was" not in said, said
+    found: Any = newest(run)[0]
+    assert found.record["config"]["phases"][0]["micro_batch"] == load(run / "config.yaml").phases[0].micro_batch == 7
+    assert [line["step"] for line in lines(run, "step")][-1] == 9

@@ -1,0 +1,95 @@
+"""``micro_batch: auto``: the most sequences that fit into the memory of every rank's GPU, by the plan.
+
+The number is found once, at a run's first start, and stored in its checkpoints and its config.yaml as if the user had
+stated it. A run that resumes keeps it, so other GPUs do not change how its batches are split.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint.reading import newest
+from trainer.checkpoint.train_state import state_of
+from trainer.console import say
+from trainer.engine.schedule import MOST_TOKENS, batch_problems
+from trainer.errors import TrainerError
+from trainer.plan.cards import Card
+from trainer.plan.estimate import largest, setting_of
+from trainer.plan.lengths import lengths_of
+from trainer.plan.memory import CONTEXT_BYTES, GIB, sizes
+from trainer.ranks.world import World, broadcast_text, gather_texts, together
+from trainer.run.phases import PhaseData, Plan
+
+AUTO = "auto"
+
+
+def settle(plan: Plan, world: World) -> Plan:
+    """The plan with a number in place of each ``micro_batch: auto``, the same on all ranks. A collective.
+
+    Raises TrainerError if a number has to be found on CPUs, or if not even one sequence fits.
+    """
+    if all(phase.micro_batch != AUTO for phase in plan.config.phases):
+        return plan
+    room = min(int(text) for text in gather_texts(str(_room(world.device)), world))
+    found = together(lambda: _numbers(plan, world.size, room) if world.is_main else {}, world)
+    numbers: dict[str, int] = json.loads(broadcast_text(json.dumps(found), world))
+    phases = tuple(_with(data, numbers) for data in plan.phases)
+    return replace(plan, config=replace(plan.config, phases=tuple(data.phase for data in phases)), phases=phases)
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a GPU that this process can use; 0 for a CPU. Before the first collective, so NCCL has taken none."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free + CONTEXT_BYTES, total)  # the plan counts CUDA's context, which is there by now
+
+
+def _numbers(plan: Plan, ranks: int, room: int) -> dict[str, int]:
+    """The number of each phase whose micro-batch is auto, by the phase's name; report where each comes from."""
+    found, stored = {}, _stored(Path(plan.config.run.folder))
+    for index, data in enumerate(plan.phases):
+        if data.phase.micro_batch != AUTO:
+            continue
+        where, number = f"phases.{index}", stored.get(data.phase.name)
+        source = "as before, from the run's checkpoint"
+        if number is None:
+            number = largest_of(plan, data, ranks, room, where)
+            source = f"the most that fits into {room / GIB:.1f} GiB by the plan"
+        found[data.phase.name] = number
+        say(f"{where}.micro_batch: auto is {number:,}, {source}")
+    return found
+
+
+def _stored(folder: Path) -> dict[str, int | None]:
+    """The micro-batches in the run's newest checkpoint, by the phase's name; empty if it has none."""
+    found, _ = newest(folder, check=state_of) if folder.is_dir() else (None, [])
+    phases = [] if found is None else found.record["config"]["phases"]
+    return {own["name"]: own.get("micro_batch") for own in phases}
+
+
+def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int, where: str) -> int:
+    """The most sequences of a phase that fit into ``room`` bytes. Raises TrainerError if none does."""
+    if not room:
+        raise TrainerError(f"{where}.micro_batch is auto, which needs a GPU, and this run is on CPUs: set a number")
+    phase, loader, config = data.phase, data.loader, plan.config
+    share = min(-(-data.global_batch // ranks), (MOST_TOKENS - 1) // phase.sequence_length)
+    card, lengths = Card("a rank's GPU", room / GIB, ()), lengths_of(loader.folder, loader.manifest)
+    most = largest(config.model, setting_of(config, ranks), sizes(config.model), lengths, share, card)
+    if most == 0:
+        raise TrainerError(
+            f"{where}.micro_batch is auto, but not even one sequence fits into {room / GIB:.2f} GiB: python -m "
+            "trainer.plan says what would fit"
+        )
+    if problems := batch_problems(replace(phase, micro_batch=most), ranks, lengths.samples):
+        raise TrainerError(f"{where}.{problems[0]}")
+    return most
+
+
+def _with(data: PhaseData, numbers: dict[str, int]) -> PhaseData:
+    number = numbers.get(data.phase.name)
+    return data if number is None else replace(data, phase=replace(data.phase, micro_batch=number))
