@@ -17,10 +17,12 @@ from kernels.dropout import token_keys
 from tests.helpers import ranks
 from tests.helpers.engine_on_ranks import MODEL
 from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.ranks import ROOT
 from tests.helpers.runs import write_config
 from trainer.bench.model import MODEL_SIZES, TOKENS, micro_batch
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
+from trainer.model.flops import peak_flops
 from trainer.plan import estimate, goodput
 from trainer.plan.__main__ import main
 from trainer.plan.activations import LAYER_BYTES, Load, kept
@@ -198,6 +200,14 @@ def test_a_table_of_rates_is_kept_and_checked(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(TrainerError, match=said):
             read_rates(path)
+
+
+def test_the_page_says_where_each_card_is_from() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split("## The cards")[1].split("\n## ")[0]
+    for row in read_rates(CARDS):
+        peak_of = f"{peak_flops(row.card) / 1e12:,} TFLOP/s"
+        assert f"| {row.card} | {row.memory_gib} GiB: " in page and peak_of in page
+        assert row.source.removeprefix("docs/lab.md: ") in (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
 
 
 def test_a_ring_costs_its_steps_and_its_bytes(tmp_path: Path) -> None:
