@@ -25,12 +25,22 @@ from trainer.model.bert import Bert, ModelConfig
 from trainer.model.flops import peak_flops
 from trainer.plan import estimate, goodput
 from trainer.plan.__main__ import main
-from trainer.plan.activations import LAYER_BYTES, Load, kept
 from trainer.plan.cards import CARDS, Card, Rate, add_rates, choose, doubts, interpolated, read_rates
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import GIB, OUTSIDE, Setting, pass_bytes, peak, reserved, resident, sizes
-from trainer.plan.network import assumed, read_network
-from trainer.plan.speed import step_time
+from trainer.plan.memory import (
+    GIB,
+    LAYER_BYTES,
+    OUTSIDE,
+    Load,
+    Setting,
+    kept,
+    pass_bytes,
+    peak,
+    reserved,
+    resident,
+    sizes,
+)
+from trainer.plan.speed import assumed, read_network, step_time
 
 LARGE, SHAPE = MODEL_SIZES["large"], {"hidden": 16, "heads": 2, "intermediate": 40, "max_positions": 32}
 

@@ -40,13 +40,11 @@ from trainer.errors import TrainerError, one_line
 from trainer.model.batch import GlobalCounts
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.checkpointing import Checkpointing
-from trainer.plan.activations import Load
 from trainer.plan.cards import CARDS, Card, choose, read_rates
 from trainer.plan.estimate import largest
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import CONTEXT_BYTES, GIB, Setting, peak, reserved, sizes
-from trainer.plan.network import assumed
-from trainer.plan.speed import step_time
+from trainer.plan.memory import CONTEXT_BYTES, GIB, Load, Setting, peak, reserved, sizes
+from trainer.plan.speed import assumed, step_time
 from trainer.ranks.world import World, from_launcher, join, leave
 
 CPU_MODEL = ModelConfig(layers=1, hidden=16, heads=2, intermediate=32, vocab_size=100)

@@ -22,7 +22,7 @@ from trainer.plan import report
 from trainer.plan.cards import CARDS, Card, choose, read_rates
 from trainer.plan.estimate import Hardware, Plan, make_plan, setting_of
 from trainer.plan.lengths import Lengths, read_lengths
-from trainer.plan.network import assumed, read_network
+from trainer.plan.speed import assumed, read_network
 from trainer.run.config import Config, load
 from trainer.run.phases import misfits
 

@@ -14,12 +14,10 @@ from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
 from trainer.model.checkpointing import Checkpointing
 from trainer.plan import goodput
-from trainer.plan.activations import LAYER_BYTES, Load
 from trainer.plan.cards import Card, doubts
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import GIB, Bytes, Setting, Sizes, host_bytes, peak, sizes
-from trainer.plan.network import Network
-from trainer.plan.speed import StepTime, step_time
+from trainer.plan.memory import GIB, LAYER_BYTES, Bytes, Load, Setting, Sizes, host_bytes, peak, sizes
+from trainer.plan.speed import Network, StepTime, step_time
 from trainer.run.config import Config
 
 STAGES = (0, 1, 2, 3)

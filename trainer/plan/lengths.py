@@ -17,7 +17,7 @@ from trainer.data.order import deal
 from trainer.data.remote import is_remote
 from trainer.errors import TrainerError
 from trainer.model.batch import GlobalCounts
-from trainer.plan.activations import Load
+from trainer.plan.memory import Load
 
 # to find the fullest micro-batch: how many batches are drawn, their sequences, and the most parts of each
 BATCHES, DRAWN, PARTS = 4, 8192, 256
