@@ -276,7 +276,7 @@ def test_the_largest_micro_batch_is_the_largest(config: Path, capsys: pytest.Cap
     words += ["--set", "phases.0.global_batch=20000", "--set"]
     assert main([*words, "phases.0.micro_batch=20000"]) == 2
     said = capsys.readouterr().err
-    most = int(said.split("lower micro_batch to ")[1].split()[0].replace(",", ""))
+    most = int(said.split("set micro_batch to ")[1].split()[0].replace(",", ""))
     assert 1 < most < 10_000 and said.count("\n") == 1
     capsys.readouterr()
     assert main([*words, f"phases.0.micro_batch={most}"]) == 0
@@ -330,7 +330,7 @@ def test_a_smaller_micro_batch_says_if_it_changes_the_batch(config: Path, capsys
     config.write_text(yaml.safe_dump(tree))
     words = "--gpus 1 --memory 700MiB --tflops 100 --set model.layers=30 --set phases.0.accumulation=6"
     assert main(["--config", str(config), *words.split(), "--set", "phases.0.micro_batch=500"]) == 2
-    assert " and raise accumulation to keep the global batch" in capsys.readouterr().err
+    assert " and change accumulation to keep the global batch" in capsys.readouterr().err
 
 
 def test_a_stage_without_room_is_shown(

@@ -260,10 +260,10 @@ def require_room(plan: Plan) -> None:
             raise TrainerError(f"{said}: {_alternatives(plan, each)}")
         share = -(-each.global_batch // plan.hardware.ranks)
         given = plan.config.phases[number]
-        change = f"raise accumulation to {-(-share // most):,}"
+        change = f"set accumulation to {-(-share // most):,}"
         if given.micro_batch is not None:
-            more = " and raise accumulation to keep the global batch" if given.global_batch is None else ""
-            change = f"lower micro_batch to {most:,}{more}"
+            more = " and change accumulation to keep the global batch" if given.global_batch is None else ""
+            change = f"set micro_batch to {most:,}{more}"
         kinds = [kind for kind in LAYER_BYTES if _has_room(plan, each, kind)]
         if kinds:
             change += f", or set engine.checkpointing to {kinds[0]}"
