@@ -186,7 +186,7 @@ def predicted(model: ModelConfig, setting: Setting, shape: tuple[int, int], card
     load = Load(tokens, round(0.15 * tokens), sequences)
     work = full(length), (MICRO_BATCHES * sequences, MICRO_BATCHES), (card, assumed(1, 1))
     found = peak(model, counted, setting, load, accumulates=True)
-    return reserved(found), step_time(model, counted, setting, "lamb", *work).total
+    return reserved(found), sum(step_time(model, counted, setting, "lamb", *work).values())
 
 
 def shapes(

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from data_prep.atomic import replacing
@@ -38,8 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
             if (path := getattr(options, name)) is not None:
                 check_place(f"--{name}", path, suffix)
         config = load(options.config, options.set)
-        plan = _plan(config, options)
-        print_result("\n".join(report.lines(plan)))
+        setting, hardware = setting_of(config, options.gpus * options.nodes), _hardware(options)
+        if setting.precision == "fp32" and options.tflops is None:
+            raise TrainerError("this run computes in fp32, and the measured rates are for fp16 and bf16: give --tflops")
+        plan = make_plan(config, setting, _data(config, setting.ranks), hardware)
+        print_result("\n".join(report.lines(plan, config, hardware)))
         _write(plan, options)
     except (DataError, TrainerError) as error:
         complain("trainer.plan", error)
@@ -69,25 +73,16 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _plan(config: Config, options: argparse.Namespace) -> Plan:
-    ranks = options.gpus * options.nodes
-    card, setting = _card(options), setting_of(config, ranks)
-    if setting.precision == "fp32" and options.tflops is None:
-        raise TrainerError("this run computes in fp32, and the measured rates are for fp16 and bf16: give --tflops")
-    return make_plan(
-        config,
-        setting,
-        _data(config, ranks),
-        Hardware(
-            gpus=options.gpus,
-            nodes=options.nodes,
-            card=card,
-            network=assumed(options.gpus, options.nodes) if options.network is None else read_network(options.network),
-            price=options.price,
-            failures=options.failures,
-            restart_seconds=options.restart,
-            disk_bytes_per_second=1e9 * options.disk,
-        ),
+def _hardware(options: argparse.Namespace) -> Hardware:
+    return Hardware(
+        gpus=options.gpus,
+        nodes=options.nodes,
+        card=_card(options),
+        network=assumed(options.gpus, options.nodes) if options.network is None else read_network(options.network),
+        price=options.price,
+        failures=options.failures,
+        restart_seconds=options.restart,
+        disk_bytes_per_second=1e9 * options.disk,
     )
 
 
@@ -131,11 +126,9 @@ def _write(plan: Plan, options: argparse.Namespace) -> None:
     try:
         if options.json is not None:
             with replacing(options.json) as file:
-                file.write((json.dumps(report.tree(plan), indent=1) + "\n").encode())
+                file.write((json.dumps(asdict(plan), indent=1) + "\n").encode())
         if options.picture is not None:
-            from trainer.plan.picture import draw
-
-            draw(plan, options.picture)
+            report.draw(plan, options.picture)
     except OSError as error:
         raise TrainerError(f"{error.filename} cannot be written: {error.strerror}") from None
 

@@ -1,10 +1,9 @@
-"""A plan: what a run takes in memory, steps, time and money on given GPUs, or why it is impossible there."""
+"""The plan of a run: what it needs, how long it takes and what it costs, or why it is impossible there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
@@ -12,17 +11,20 @@ from trainer.engine.engine import resolve_precision
 from trainer.engine.schedule import Phase, batch_of, resolve, samples_in
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
-from trainer.model.checkpointing import Checkpointing
 from trainer.plan import goodput
 from trainer.plan.cards import Card, doubts
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import GIB, LAYER_BYTES, Bytes, Load, Setting, Sizes, host_bytes, peak, sizes
-from trainer.plan.speed import Network, StepTime, step_time
+from trainer.plan.memory import GIB, LAYER_BYTES, Bytes, Load, Setting, Sizes, host_bytes, peak, reserved, sizes
+from trainer.plan.speed import Network, step_time
 from trainer.run.config import Config
 
 STAGES = (0, 1, 2, 3)
 MOST_RANKS = 4096  # tried when nothing fits
 LEAST_GOODPUT = 0.05  # with less, a plan is refused
+NOTES = (
+    "not counted: evaluation, waiting for data, start-up",
+    "not calibrated on a GPU: workspace, NCCL, context; latency; the copy of a checkpoint",
+)
 
 
 @dataclass(frozen=True)
@@ -45,33 +47,44 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class Run:
+    """What is planned."""
+
+    config: Config
+    hardware: Hardware
+    setting: Setting
+    sizes: Sizes
+
+    def needs(self, load: Load, accumulates: bool, setting: Setting | None = None) -> Bytes:
+        """Bytes of a rank by kind, at their peak."""
+        return peak(self.config.model, self.sizes, setting or self.setting, load, accumulates)
+
+    def largest(self, lengths: Lengths, share: int, setting: Setting) -> int:
+        """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits."""
+        return largest(self.config.model, setting, self.sizes, lengths, share, self.hardware.card)
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU."""
+        return self.hardware.card.memory_gib * GIB
+
+
+@dataclass(frozen=True)
 class PhasePlan:
     """One phase as it would run."""
 
-    phase: Phase  # resolved
-    lengths: Lengths
+    name: str
     global_batch: int
     accumulation: int
-    load: Load  # the fullest micro-batch
-    largest: dict[int, int]  # by ZeRO stage: most sequences of a micro-batch that fits; 0: none
-    step: StepTime
+    micro_batch: Load  # the fullest one
+    largest_micro_batch: dict[int, int]  # by ZeRO stage: the most sequences that fit; 0: none
     steps: int
     samples: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all steps."""
-        return round(self.samples * self.lengths.mean)
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the data set."""
-        return self.samples / self.lengths.samples
-
-    @property
-    def seconds(self) -> float:
-        """Time of all steps; batch warm-up makes some of them shorter."""
-        return self.step.total * self.samples / self.global_batch
+    tokens: int
+    epochs: float
+    step_seconds: dict[str, float]  # by part, and in total
+    tokens_per_second: float
+    seconds: float  # of all steps; batch warm-up makes some of them shorter
 
 
 @dataclass(frozen=True)
@@ -89,73 +102,29 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Plan:
-    """The whole run."""
+    """The whole run; ``--json`` writes these fields. Memory is of a rank, in the phase that takes the most."""
 
-    config: Config
-    hardware: Hardware
-    setting: Setting
-    sizes: Sizes
+    name: str
+    parameters: int
+    gpus: int  # of all nodes
+    nodes: int
+    card: str
+    card_bytes: int
+    network: Network
+    zero_stage: int
+    precision: str
+    memory_phase: str  # the phase that takes the most memory as configured
+    reserved_bytes: dict[int, int]  # by ZeRO stage: PyTorch's part of the memory
+    memory_bytes: dict[int, Bytes]  # by ZeRO stage and kind
+    host_bytes_per_node: int  # that offloaded optimizers take
     phases: tuple[PhasePlan, ...]
-    doubts: tuple[str, ...]
-
-    @cached_property
-    def memory(self) -> dict[int, Bytes]:
-        """Bytes of a rank by ZeRO stage and kind, in the phase that takes the most."""
-        return {stage: max(self.peaks(stage), key=lambda found: sum(found.values())) for stage in STAGES}
-
-    @property
-    def largest_phase(self) -> PhasePlan:
-        """The phase that takes the most memory."""
-        peaks = [sum(found.values()) for found in self.peaks(self.setting.stage)]
-        return self.phases[peaks.index(max(peaks))]
-
-    @property
-    def seconds(self) -> float:
-        """Training time without checkpoints and failures."""
-        return sum(phase.seconds for phase in self.phases)
-
-    @property
-    def steps(self) -> int:
-        """Steps of all phases."""
-        return sum(phase.steps for phase in self.phases)
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that the offloaded optimizers of one node take."""
-        return self.hardware.gpus * host_bytes(self.sizes, self.setting)
-
-    @cached_property
-    def checkpoints(self) -> Checkpoints:
-        """Their size, stall and interval, and what is left for training."""
-        hardware, config = self.hardware, self.config.checkpoint
-        size = goodput.checkpoint_bytes(self.sizes.parameters)
-        write = size / hardware.disk_bytes_per_second
-        share = self.sizes.share(self.setting.stage, self.setting.ranks)
-        stall = goodput.stall(share, write, config.asynchronous)
-        every = config.every_steps * self.seconds / self.steps
-        between = goodput.mean_time_between(hardware.failures or 0.0, hardware.ranks)
-        # until an asynchronous save is on disk, a failure costs the work since the one before it
-        restart = hardware.restart_seconds + (write if config.asynchronous else 0.0)
-        best = None if not hardware.failures else goodput.best_interval(stall, between)
-        kept = None if best is None else goodput.goodput(best, stall, restart, between)
-        return Checkpoints(size, write, stall, every, best, goodput.goodput(every, stall, restart, between), kept)
-
-    @property
-    def wall_seconds(self) -> float:
-        """The time from start to end, with checkpoints and failures."""
-        share = self.checkpoints.goodput
-        return self.seconds / share if share else float("inf")
-
-    @property
-    def gpu_hours(self) -> float:
-        """What is paid for."""
-        return self.wall_seconds * self.hardware.ranks / 3600
-
-    def peaks(self, stage: int) -> list[Bytes]:
-        """Bytes of a rank by kind, of each phase."""
-        setting = at_stage(self.setting, stage)
-        model = self.config.model
-        return [peak(model, self.sizes, setting, each.load, each.accumulation > 1) for each in self.phases]
+    steps: int
+    training_seconds: float  # without checkpoints and failures
+    checkpoints: Checkpoints
+    wall_seconds: float  # with them
+    gpu_hours: float  # of the wall-clock time
+    cost: float | None
+    notes: tuple[str, ...]
 
 
 def setting_of(config: Config, ranks: int) -> Setting:
@@ -183,51 +152,100 @@ def at_stage(setting: Setting, stage: int) -> Setting:
 
 def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardware: Hardware) -> Plan:
     """Plan a run over data sets of these lengths, one per phase. Raises TrainerError if the run cannot work."""
-    counted = sizes(config.model)
-    phases = [
-        _plan_phase(config, phase, setting, counted, lengths, hardware)
-        for phase, lengths in zip(config.phases, data, strict=True)
-    ]
-    found: list[str] = []
-    for each in phases:
-        length = each.lengths.squares / each.lengths.tokens
-        found += doubts(hardware.card, config.model.hidden, length, each.load.tokens)
-    if setting.checkpointing != "none":
-        found.append(f"engine.checkpointing {setting.checkpointing}: its time is not measured")
-    plan = Plan(config, hardware, setting, counted, tuple(phases), tuple(dict.fromkeys(found)))
-    require_room(plan)
-    require_progress(plan)
-    return plan
+    run = Run(config, hardware, setting, sizes(config.model))
+    phases = tuple(_plan_phase(run, phase, lengths) for phase, lengths in zip(config.phases, data, strict=True))
+    for number, each in enumerate(phases):
+        _require_room(run, number, each, data[number])
+    peaks = {stage: [run.needs(*_load(each), at_stage(setting, stage)) for each in phases] for stage in STAGES}
+    memory = {stage: max(found, key=lambda kinds: sum(kinds.values())) for stage, found in peaks.items()}
+    steps, seconds = sum(each.steps for each in phases), sum(each.seconds for each in phases)
+    checkpoints = _checkpoints(run, seconds, steps)
+    _require_progress(run, checkpoints, seconds / steps)
+    wall = seconds / checkpoints.goodput if checkpoints.goodput else float("inf")
+    hours = wall * hardware.ranks / 3600
+    return Plan(
+        name=config.run.name,
+        parameters=run.sizes.parameters,
+        gpus=hardware.ranks,
+        nodes=hardware.nodes,
+        card=hardware.card.name,
+        card_bytes=round(run.room),
+        network=hardware.network,
+        zero_stage=setting.stage,
+        precision=setting.precision,
+        memory_phase=phases[peaks[setting.stage].index(memory[setting.stage])].name,
+        reserved_bytes={stage: reserved(kinds) for stage, kinds in memory.items()},
+        memory_bytes=memory,
+        host_bytes_per_node=hardware.gpus * host_bytes(run.sizes, setting),
+        phases=phases,
+        steps=steps,
+        training_seconds=seconds,
+        checkpoints=checkpoints,
+        wall_seconds=wall,
+        gpu_hours=hours,
+        cost=None if hardware.price is None else hours * hardware.price,
+        notes=_notes(run, phases, data),
+    )
 
 
-def _plan_phase(
-    config: Config, phase: Phase, setting: Setting, counted: Sizes, lengths: Lengths, hardware: Hardware
-) -> PhasePlan:
+def _plan_phase(run: Run, phase: Phase, lengths: Lengths) -> PhasePlan:
+    setting, hardware = run.setting, run.hardware
     global_batch, _ = batch_of(phase, setting.ranks)
     share = -(-global_batch // setting.ranks)
-    stages = {stage: at_stage(setting, stage) for stage in STAGES}
-    most = {
-        stage: largest(config.model, each, counted, lengths, share, hardware.card) for stage, each in stages.items()
-    }
+    most = {stage: run.largest(lengths, share, at_stage(setting, stage)) for stage in STAGES}
     if phase.micro_batch == "auto":
         phase = replace(phase, micro_batch=max(1, most[setting.stage]))
     _, accumulation = batch_of(phase, setting.ranks)
+    work = lengths, (global_batch, accumulation), (hardware.card, hardware.network)
+    parts = step_time(run.config.model, run.sizes, setting, run.config.optimizer.name, *work)
+    step = sum(parts.values())
     runs = resolve(phase, global_batch, lengths.samples)
-    batch = global_batch, accumulation
-    where = hardware.card, hardware.network
-    step = step_time(config.model, counted, setting, config.optimizer.name, lengths, batch, where)
-    steps = runs.steps if phase.minutes is None else max(1, round(60 * phase.minutes / step.total))
+    steps = runs.steps if phase.minutes is None else max(1, round(60 * phase.minutes / step))
+    samples = samples_in(runs, steps, global_batch)
     return PhasePlan(
-        phase=runs,
-        lengths=lengths,
+        name=phase.name,
         global_batch=global_batch,
         accumulation=accumulation,
-        load=lengths.fullest(-(-share // accumulation)),
-        largest=most,
-        step=step,
+        micro_batch=lengths.fullest(-(-share // accumulation)),
+        largest_micro_batch=most,
         steps=steps,
-        samples=samples_in(runs, steps, global_batch),
+        samples=samples,
+        tokens=round(samples * lengths.mean),
+        epochs=samples / lengths.samples,
+        step_seconds=parts | {"total": step},
+        tokens_per_second=lengths.mean * global_batch / step,
+        seconds=step * samples / global_batch,
     )
+
+
+def _load(each: PhasePlan) -> tuple[Load, bool]:
+    """A phase's fullest micro-batch, and whether a step has several."""
+    return each.micro_batch, each.accumulation > 1
+
+
+def _notes(run: Run, phases: Sequence[PhasePlan], data: Sequence[Lengths]) -> tuple[str, ...]:
+    found: list[str] = []
+    for each, lengths in zip(phases, data, strict=True):
+        length = lengths.squares / lengths.tokens
+        found += doubts(run.hardware.card, run.config.model.hidden, length, each.micro_batch.tokens)
+    if run.setting.checkpointing != "none":
+        found.append(f"engine.checkpointing {run.setting.checkpointing}: its time is not measured")
+    return (*dict.fromkeys(found), *NOTES)
+
+
+def _checkpoints(run: Run, seconds: float, steps: int) -> Checkpoints:
+    """The size, stall and interval of checkpoints. ``seconds``: of training, for all steps."""
+    hardware, config = run.hardware, run.config.checkpoint
+    size = goodput.checkpoint_bytes(run.sizes.parameters)
+    write = size / hardware.disk_bytes_per_second
+    stall = goodput.stall(run.sizes.share(run.setting.stage, run.setting.ranks), write, config.asynchronous)
+    every = config.every_steps * seconds / steps
+    between = goodput.mean_time_between(hardware.failures or 0.0, hardware.ranks)
+    # until an asynchronous save is on disk, a failure costs the work since the one before it
+    restart = hardware.restart_seconds + (write if config.asynchronous else 0.0)
+    best = None if not hardware.failures else goodput.best_interval(stall, between)
+    kept = None if best is None else goodput.goodput(best, stall, restart, between)
+    return Checkpoints(size, write, stall, every, best, goodput.goodput(every, stall, restart, between), kept)
 
 
 def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengths, share: int, card: Card) -> int:
@@ -246,72 +264,57 @@ def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengt
     return low
 
 
-def require_room(plan: Plan) -> None:
+def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> None:
     """Raise TrainerError, with what would be possible, if a phase does not fit into a GPU's memory."""
-    card, stage = plan.hardware.card, plan.setting.stage
-    for number, each in enumerate(plan.phases):
-        needs = sum(plan.peaks(stage)[number].values())
-        if needs <= card.memory_gib * GIB:
-            continue
-        said = f"phases.{number}: a micro-batch of {each.load.sequences:,} sequences needs {needs / GIB:,.2f} GiB under"
-        said += f" ZeRO {stage}, and a GPU has {card.memory_gib:,.2f} GiB"
-        most = each.largest[stage]
-        if most == 0:
-            raise TrainerError(f"{said}: {_alternatives(plan, each)}")
-        share = -(-each.global_batch // plan.hardware.ranks)
-        given = plan.config.phases[number]
-        change = f"set accumulation to {-(-share // most):,}"
-        if given.micro_batch is not None:
-            more = " and change accumulation to keep the global batch" if given.global_batch is None else ""
-            change = f"set micro_batch to {most:,}{more}"
-        kinds = [kind for kind in LAYER_BYTES if _has_room(plan, each, kind)]
-        if kinds:
-            change += f", or set engine.checkpointing to {kinds[0]}"
-        raise TrainerError(f"{said}: {change}")
-
-
-def _has_room(plan: Plan, each: PhasePlan, checkpointing: Checkpointing) -> bool:
-    """Whether a phase's micro-batches would fit with another kind of checkpointing."""
-    setting = replace(plan.setting, checkpointing=checkpointing)
-    needs = peak(plan.config.model, plan.sizes, setting, each.load, each.accumulation > 1)
-    return sum(needs.values()) <= plan.hardware.card.memory_gib * GIB
-
-
-def require_progress(plan: Plan) -> None:
-    """Raise TrainerError if failures leave less than LEAST_GOODPUT of the time for training."""
-    found = plan.checkpoints
-    if plan.hardware.failures is None or found.goodput >= LEAST_GOODPUT:
+    needs = sum(run.needs(*_load(each)).values())
+    if needs <= run.room:
         return
-    between = goodput.mean_time_between(plan.hardware.failures, plan.hardware.ranks)
-    said = f"a failure every {between:,.0f} s of {plan.hardware.ranks:,} GPUs leaves {found.goodput:.1%} for training"
-    if found.best_seconds is None or found.best_goodput is None or found.best_goodput < LEAST_GOODPUT:
-        raise TrainerError(f"{said} at any interval of checkpoints: lower --restart, or use fewer GPUs")
-    steps = max(1, round(found.best_seconds / plan.seconds * plan.steps))
-    raise TrainerError(
-        f"{said} with a checkpoint every {plan.config.checkpoint.every_steps:,} steps: set checkpoint.every_steps to "
-        f"{steps:,}, which leaves {found.best_goodput:.0%}"
-    )
+    said = f"phases.{number}: a micro-batch of {each.micro_batch.sequences:,} sequences needs {needs / GIB:,.2f} GiB"
+    said += f" under ZeRO {run.setting.stage}, and a GPU has {run.room / GIB:,.2f} GiB"
+    most, share = each.largest_micro_batch[run.setting.stage], -(-each.global_batch // run.setting.ranks)
+    if most == 0:
+        raise TrainerError(f"{said}: {_alternatives(run, each, lengths)}")
+    given = run.config.phases[number]
+    change = f"set accumulation to {-(-share // most):,}"
+    if given.micro_batch is not None:
+        more = " and change accumulation to keep the global batch" if given.global_batch is None else ""
+        change = f"set micro_batch to {most:,}{more}"
+    for kind in LAYER_BYTES:
+        if sum(run.needs(*_load(each), replace(run.setting, checkpointing=kind)).values()) <= run.room:
+            raise TrainerError(f"{said}: {change}, or set engine.checkpointing to {kind}")
+    raise TrainerError(f"{said}: {change}")
 
 
-def _alternatives(plan: Plan, each: PhasePlan) -> str:
+def _alternatives(run: Run, each: PhasePlan, lengths: Lengths) -> str:
     """What would fit if not even one sequence does."""
-    found, card = [], plan.hardware.card
+    found, share = [], -(-each.global_batch // run.setting.ranks)
     for stage in STAGES[1:]:
         for offloads in (False, True):
-            setting = replace(at_stage(plan.setting, stage), offloads=offloads)
-            share = -(-each.global_batch // setting.ranks)
-            if most := largest(plan.config.model, setting, plan.sizes, each.lengths, share, card):
+            setting = replace(at_stage(run.setting, stage), offloads=offloads)
+            if most := run.largest(lengths, share, setting):
                 more = " and engine.offload_optimizer" if offloads else ""
                 found.append(f"engine.zero_stage {stage}{more} (micro_batch up to {most:,})")
     if found:
         return f"not even one fits; these would: {', '.join(found)}"
-    ranks = 2 * plan.setting.ranks
+    ranks = 2 * run.setting.ranks
     while ranks <= MOST_RANKS:
-        setting = replace(at_stage(plan.setting, 3), ranks=ranks)
-        if largest(plan.config.model, setting, plan.sizes, each.lengths, 1, card):
+        if run.largest(lengths, 1, replace(at_stage(run.setting, 3), ranks=ranks)):
             return f"not even one fits; engine.zero_stage 3 on {ranks:,} GPUs would"
         ranks *= 2
-    one = each.lengths.fullest(1)
-    setting = replace(at_stage(plan.setting, 2), offloads=True)
-    needs = sum(peak(plan.config.model, plan.sizes, setting, one, True).values())
-    return f"not even one fits on any number of these GPUs; engine.offload_optimizer needs {needs / GIB:,.1f} GiB each"
+    least = sum(run.needs(lengths.fullest(1), True, replace(at_stage(run.setting, 2), offloads=True)).values())
+    return f"not even one fits on any number of these GPUs; engine.offload_optimizer needs {least / GIB:,.1f} GiB each"
+
+
+def _require_progress(run: Run, found: Checkpoints, step: float) -> None:
+    """Raise TrainerError if failures leave less than LEAST_GOODPUT of the time for training."""
+    failures, ranks = run.hardware.failures, run.hardware.ranks
+    if failures is None or found.goodput >= LEAST_GOODPUT:
+        return
+    between = goodput.mean_time_between(failures, ranks)
+    said = f"a failure every {between:,.0f} s of {ranks:,} GPUs leaves {found.goodput:.1%} for training"
+    if found.best_seconds is None or found.best_goodput is None or found.best_goodput < LEAST_GOODPUT:
+        raise TrainerError(f"{said} at any interval of checkpoints: lower --restart, or use fewer GPUs")
+    raise TrainerError(
+        f"{said} with a checkpoint every {run.config.checkpoint.every_steps:,} steps: set checkpoint.every_steps to "
+        f"{max(1, round(found.best_seconds / step)):,}, which leaves {found.best_goodput:.0%}"
+    )

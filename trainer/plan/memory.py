@@ -104,7 +104,8 @@ def sizes(model: ModelConfig) -> Sizes:
     return Sizes(parameters, layer, small, tuple(named.values()))
 
 
-class Load(NamedTuple):
+@dataclass(frozen=True)
+class Load:
     """The size of a micro-batch."""
 
     tokens: int  # T
@@ -154,7 +155,7 @@ def kept(model: ModelConfig, load: Load, element: int, checkpointing: Checkpoint
     Dropout keys are counted even if all dropout is 0: attention refers to them. Sequence ends, labels and classes are
     included; the few other integers of the batch, 8 bytes per target or sequence, are not.
     """
-    tokens, targets, sequences = load
+    tokens, targets, sequences = load.tokens, load.targets, load.sequences
     hidden = element * model.hidden
     embedding = tokens * (3 * INDEX + 2 * NUMBER + 2 * NUMBER)  # indices, dropout keys, LayerNorm's statistics
     if model.layer_norm == "before":

@@ -1,178 +1,142 @@
-"""A plan as lines to read and as JSON."""
+"""A plan as lines to read, and as a picture."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
-from trainer.plan.estimate import STAGES, PhasePlan, Plan
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from data_prep.atomic import replacing
+from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
+from trainer.plan.estimate import STAGES, Hardware, Plan
 from trainer.plan.goodput import mean_time_between
-from trainer.plan.memory import GIB, KINDS, MIB, reserved
+from trainer.plan.memory import GIB, KINDS, MIB
+from trainer.run.config import Config
 
+COLORS = (BLUE, SKY, VIOLET, GREEN, "#a6d96a", ORANGE, "#f0c75e", ROSE, FAINT, "#c9ced6")
 DAY, HOUR, MINUTE = 86_400, 3600, 60
-NOTES = (
-    "not counted: evaluation, waiting for data, start-up",
-    "not calibrated on a GPU: workspace, NCCL, context; latency; the copy of a checkpoint",
-)
 
 
-def lines(plan: Plan) -> list[str]:
+def lines(plan: Plan, config: Config, hardware: Hardware) -> list[str]:
     """The whole plan, each line within 100 columns."""
-    return [
-        *_head(plan),
-        "",
-        *_memory(plan),
-        "",
-        *_phases(plan),
-        "",
-        *_step(plan),
-        "",
-        *_run(plan),
-        "",
-        *(line for note in (*plan.doubts, *NOTES) for line in wrap(f"note: {note}", 100, subsequent_indent="  ")),
-    ]
+    notes = [line for note in plan.notes for line in wrap(f"note: {note}", 100, subsequent_indent="  ")]
+    parts = (
+        _head(plan, config, hardware),
+        _memory(plan),
+        _phases(plan),
+        _step(plan),
+        _run(plan, config, hardware),
+        notes,
+    )
+    return [line for part in parts for line in ("", *part)][1:]
 
 
-def _head(plan: Plan) -> list[str]:
-    hardware, setting = plan.hardware, plan.setting
-    card = hardware.card
-    nodes = f"{hardware.nodes} nodes of {hardware.gpus}" if hardware.nodes > 1 else "one node"
-    dates = [row.date for row in card.rates]
-    rates = f"measured, {' to '.join(sorted({min(dates), max(dates)}))}" if card.tflops is None else "as given"
-    offload = ", optimizer in host memory" if setting.offloads else ""
-    network = hardware.network
+def _head(plan: Plan, config: Config, hardware: Hardware) -> list[str]:
+    card, network = hardware.card, plan.network
+    nodes = f"{plan.nodes} nodes of {hardware.gpus}" if plan.nodes > 1 else "one node"
+    dates = sorted(row.date for row in card.rates)
+    rates = "as given" if card.tflops else f"measured, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+    offload = ", optimizer in host memory" if config.engine.offload_optimizer else ""
     links = f"{network.bandwidth / 1e9:,.0f} GB/s, {1e6 * network.latency:.0f} µs ({network.source[:60]})"
     return [
-        f"{plan.config.run.name[:60]}: {plan.sizes.parameters:,} parameters, ZeRO {setting.stage}, "
-        f"{setting.precision}{offload}",
-        f"{hardware.ranks:,} GPU{'s'[: hardware.ranks > 1]} ({nodes}): {card.name[:30]}, {card.memory_gib:.4g} GiB",
+        f"{plan.name[:60]}: {plan.parameters:,} parameters, ZeRO {plan.zero_stage}, {plan.precision}{offload}",
+        f"{plan.gpus:,} GPU{'s'[: plan.gpus > 1]} ({nodes}): {plan.card[:30]}, {card.memory_gib:.4g} GiB",
         f"rates: {rates}",
-        f"network: {links if hardware.ranks > 1 else 'none, one rank'}",
+        f"network: {links if plan.gpus > 1 else 'none, one rank'}",
     ]
 
 
 def _memory(plan: Plan) -> list[str]:
-    each = plan.largest_phase
-    found = [
-        f"GiB of a rank in {each.phase.name[:20]}: a micro-batch of {each.load.sequences:,} sequences, "
-        f"up to {each.load.tokens:,} tokens",
-        _row("", *(f"ZeRO {stage}" + ("*" if stage == plan.setting.stage else "") for stage in STAGES)),
+    [each] = (phase for phase in plan.phases if phase.name == plan.memory_phase)
+    by_stage = plan.memory_bytes.values()
+    rows = [("", [f"ZeRO {stage}" + ("*" if stage == plan.zero_stage else "") for stage in STAGES])]
+    rows += [(kind, [_gib(found[kind]) for found in by_stage]) for kind in KINDS]
+    rows.append(("total", [_gib(sum(found.values())) for found in by_stage]))
+    rows.append(("in PyTorch", [_gib(size) for size in plan.reserved_bytes.values()]))
+    rows.append(
+        ("largest micro-batch", [f"{most:,}" if most else "none" for most in each.largest_micro_batch.values()])
+    )
+    host = plan.host_bytes_per_node
+    return [
+        f"GiB of a rank in {each.name[:20]}: a micro-batch of {each.micro_batch.sequences:,} sequences, up to "
+        f"{each.micro_batch.tokens:,} tokens",
+        *_table(rows, [12] * len(STAGES)),
+        "* as configured. ZeRO 0 computes in fp32. DeepSpeed's buffers of ZeRO 0 and 3 are estimates.",
+        *([f"host memory of a node for the optimizer: {_gib(host)} GiB"] if host else []),
     ]
-    for kind in KINDS:
-        found.append(_row(kind, *(_gib(plan.memory[stage][kind]) for stage in STAGES)))
-    found.append(_row("total", *(_gib(sum(plan.memory[stage].values())) for stage in STAGES)))
-    found.append(_row("in PyTorch", *(_gib(reserved(plan.memory[stage])) for stage in STAGES)))
-    most = (each.largest[stage] for stage in STAGES)
-    found.append(_row("largest micro-batch", *(f"{sequences:,}" if sequences else "none" for sequences in most)))
-    found.append("* as configured. ZeRO 0 computes in fp32. DeepSpeed's buffers of ZeRO 0 and 3 are estimates.")
-    if plan.host_bytes:
-        found.append(f"host memory of a node for the optimizer: {_gib(plan.host_bytes)} GiB")
-    return found
-
-
-def _row(name: str, *cells: str) -> str:
-    return f"{name:20}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 def _phases(plan: Plan) -> list[str]:
-    heads = ("batch", "micro", "largest", "accum.", "steps", "samples", "tokens", "epochs", "time")
-    widths = (8, 7, 8, 7, 11, 9, 9, 8, 9)
-    found = [f"{'phase':20}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True))]
+    rows = [("phase", ["batch", "micro", "largest", "accum.", "steps", "samples", "tokens", "epochs", "time"])]
     for each in plan.phases:
-        cells = (
-            f"{each.global_batch:,}",
-            f"{each.load.sequences:,}",
-            f"{each.largest[plan.setting.stage]:,}",
-            f"{each.accumulation:,}",
-            f"{each.steps:,}",
-            _short(each.samples),
-            _short(each.tokens),
-            _short(each.epochs),
-            duration(each.seconds),
-        )
-        row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        found.append(f"{each.phase.name[:19]:20}{row}")
-    return found
+        counts = each.global_batch, each.micro_batch.sequences, each.largest_micro_batch[plan.zero_stage]
+        cells = [f"{count:,}" for count in (*counts, each.accumulation, each.steps)]
+        cells += [_short(each.samples), _short(each.tokens), _short(each.epochs), duration(each.seconds)]
+        rows.append((each.name, cells))
+    return _table(rows, [8, 7, 8, 7, 11, 9, 9, 8, 9])
 
 
 def _step(plan: Plan) -> list[str]:
-    heads = ("compute", "accumulate", "reduce", "optimizer", "gather", "total", "tokens/s")
-    found = [f"{'a step, ms':20}" + "".join(f"{head:>11}" for head in heads)]
+    rows = [("a step, ms", [*plan.phases[0].step_seconds, "tokens/s"])]
     for each in plan.phases:
-        parts = (*asdict(each.step).values(), each.step.total)
-        cells = [f"{1000 * part:,.1f}" for part in parts] + [_short(_tokens_per_second(each))]
-        found.append(f"{each.phase.name[:19]:20}" + "".join(f"{cell:>11}" for cell in cells))
-    return found
+        parts = [f"{1000 * seconds:,.1f}" for seconds in each.step_seconds.values()]
+        rows.append((each.name, [*parts, _short(each.tokens_per_second)]))
+    return _table(rows, [11] * 7)
 
 
-def _run(plan: Plan) -> list[str]:
-    found, hardware = plan.checkpoints, plan.hardware
+def _run(plan: Plan, config: Config, hardware: Hardware) -> list[str]:
+    found = plan.checkpoints
+    between = mean_time_between(hardware.failures or 0.0, plan.gpus)
+    restart = f": a failure every {duration(between)}, {duration(hardware.restart_seconds)} to restart"
     said = [
-        f"training    {duration(plan.seconds)} in {plan.steps:,} steps",
-        f"checkpoints {_size(found.size)}, every {plan.config.checkpoint.every_steps:,} steps or "
+        f"training    {duration(plan.training_seconds)} in {plan.steps:,} steps",
+        f"checkpoints {_size(found.size)}, every {config.checkpoint.every_steps:,} steps or "
         f"{duration(found.every_seconds)}",
         f"a save      stalls training for {duration(found.stall_seconds)}; {duration(found.write_seconds)} to write",
-        f"goodput     {found.goodput:.2%}" + ("" if hardware.failures else ", without failures (see --failures)"),
+        f"goodput     {found.goodput:.2%}{restart if hardware.failures else ', without failures (see --failures)'}",
     ]
     if found.best_seconds is not None and found.best_goodput is not None:
-        between = mean_time_between(hardware.failures or 0.0, hardware.ranks)
-        steps = max(1, round(found.best_seconds / plan.seconds * plan.steps))
-        said[-1] += f": a failure every {duration(between)}, {duration(hardware.restart_seconds)} to restart"
+        steps = max(1, round(found.best_seconds / plan.training_seconds * plan.steps))
         said.append(f"best        a checkpoint every {steps:,} steps, for {found.best_goodput:.2%} (Daly 2006)")
-    cost = "" if hardware.price is None else f", {plan.gpu_hours * hardware.price:,.2f} at {hardware.price:g} an hour"
-    said.append(f"cost        {duration(plan.wall_seconds)}, {plan.gpu_hours:,.1f} GPU-hours{cost}")
-    return said
+    cost = "" if plan.cost is None else f", {plan.cost:,.2f} at {hardware.price:g} an hour"
+    return [*said, f"cost        {duration(plan.wall_seconds)}, {plan.gpu_hours:,.1f} GPU-hours{cost}"]
 
 
-def tree(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON's types, in bytes and seconds."""
-    hardware, found = plan.hardware, plan.checkpoints
-    return {
-        "name": plan.config.run.name,
-        "parameters": plan.sizes.parameters,
-        "gpus": hardware.ranks,
-        "nodes": hardware.nodes,
-        "card": hardware.card.name,
-        "card_bytes": round(hardware.card.memory_gib * GIB),
-        "network": asdict(hardware.network),
-        "zero_stage": plan.setting.stage,
-        "precision": plan.setting.precision,
-        "memory_phase": plan.largest_phase.phase.name,
-        "reserved_bytes": {str(stage): reserved(kinds) for stage, kinds in plan.memory.items()},
-        "memory_bytes": {str(stage): kinds for stage, kinds in plan.memory.items()},
-        "host_bytes_per_node": plan.host_bytes,
-        "phases": [_phase_tree(each) for each in plan.phases],
-        "steps": plan.steps,
-        "training_seconds": plan.seconds,
-        "checkpoints": asdict(found),
-        "wall_seconds": plan.wall_seconds,
-        "gpu_hours": plan.gpu_hours,
-        "cost": None if hardware.price is None else plan.gpu_hours * hardware.price,
-        "notes": [*plan.doubts, *NOTES],
-    }
+def draw(plan: Plan, path: Path) -> None:
+    """Write a picture of the memory of a rank to ``path`` as PNG, whole or not at all: a bar for each ZeRO stage."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        axes = figure.subplots()
+        starts = [0.0] * len(STAGES)
+        for kind, color in zip(KINDS, COLORS, strict=True):
+            sizes = [found[kind] / GIB for found in plan.memory_bytes.values()]
+            axes.barh(STAGES, sizes, left=starts, color=color, label=kind, height=0.62)
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+        for place, total in enumerate(starts):
+            axes.text(total, place, f" {total:.1f}", va="center", color=INK, fontsize=9)
+        room = plan.card_bytes / GIB
+        axes.axvline(room, color=RED, linestyle="--", linewidth=1.2, label=f"{room:g} GiB")
+        axes.set_xlim(0, 1.08 * max(room, *starts))
+        axes.set_yticks(STAGES, [f"ZeRO {stage}" + (" *" if stage == plan.zero_stage else "") for stage in STAGES])
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB")
+        title = f"Memory of a rank, {plan.memory_phase[:40]}: {plan.gpus:,} × {plan.card}"
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        with replacing(path) as file:
+            figure.savefig(file, dpi=100, format="png")
 
 
-def _phase_tree(each: PhasePlan) -> dict[str, Any]:
-    return {
-        "name": each.phase.name,
-        "global_batch": each.global_batch,
-        "accumulation": each.accumulation,
-        "micro_batch": each.load._asdict(),
-        "largest_micro_batch": {str(stage): most for stage, most in each.largest.items()},
-        "steps": each.steps,
-        "samples": each.samples,
-        "tokens": each.tokens,
-        "epochs": each.epochs,
-        "step_seconds": asdict(each.step) | {"total": each.step.total},
-        "tokens_per_second": _tokens_per_second(each),
-        "seconds": each.seconds,
-    }
-
-
-def _tokens_per_second(each: PhasePlan) -> float:
-    return each.lengths.mean * each.global_batch / each.step.total
+def _table(rows: Iterable[tuple[str, Sequence[str]]], widths: Sequence[int]) -> list[str]:
+    """Rows of a name and some cells, in columns of these widths."""
+    return [
+        f"{name[:19]:20}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, cells in rows
+    ]
 
 
 def _gib(size: float) -> str:

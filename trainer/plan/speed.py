@@ -83,22 +83,6 @@ def read_network(path: Path) -> Network:
     return Network(latency, bandwidth, f"{path}, measured on {ranks} ranks")
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step on one rank, by part. Parts that overlap with computing are left out."""
-
-    compute: float  # forward and backward passes
-    accumulate: float
-    reduce: float  # the gradients over the ranks
-    optimizer: float
-    gather: float  # the new weights to all ranks
-
-    @property
-    def total(self) -> float:
-        """The whole step."""
-        return self.compute + self.accumulate + self.reduce + self.optimizer + self.gather
-
-
 def step_time(
     model: ModelConfig,
     sizes: Sizes,
@@ -107,8 +91,11 @@ def step_time(
     lengths: Lengths,
     batch: tuple[int, int],
     hardware: tuple[Card, Network],
-) -> StepTime:
-    """The time of a step. ``batch``: the global batch, and the micro-batches per rank."""
+) -> dict[str, float]:
+    """The seconds of a step on one rank by part, without those that overlap with computing.
+
+    ``batch``: the global batch, and the micro-batches per rank.
+    """
     (global_batch, micro_batches), (card, network), ranks = batch, hardware, setting.ranks
     counts = lengths.batch(global_batch)
     tokens = counts.tokens / ranks / micro_batches
@@ -117,11 +104,11 @@ def step_time(
     update = OFFLOADED_PS if setting.offloads else card.optimizer_ps(optimizer)
     one_pass = network.pass_seconds(setting.element * sizes.padded(ranks), ranks)
     reduction = 2 * one_pass if setting.deepspeed_bf16 or setting.stage == 0 else one_pass
-    return StepTime(
-        compute=compute * (ZERO_3_FACTOR if setting.stage == 3 else 1),
-        accumulate=0.0 if setting.stage == 3 else 1e-12 * ACCUMULATE_PS * sizes.parameters * micro_batches,
-        # stage 2 reduces each micro-batch while the next one is computed; stage 3's are in its factor
-        reduce=0.0 if setting.stage == 3 else reduction,
-        optimizer=1e-12 * update * sizes.share(setting.stage, ranks),
-        gather=one_pass if setting.stage in (1, 2) else 0.0,
-    )
+    # stage 2 reduces each micro-batch while the next one is computed; stage 3's reductions are in its factor
+    return {
+        "compute": compute * (ZERO_3_FACTOR if setting.stage == 3 else 1),  # forward and backward passes
+        "accumulate": 0.0 if setting.stage == 3 else 1e-12 * ACCUMULATE_PS * sizes.parameters * micro_batches,
+        "reduce": 0.0 if setting.stage == 3 else reduction,  # the gradients over the ranks
+        "optimizer": 1e-12 * update * sizes.share(setting.stage, ranks),
+        "gather": one_pass if setting.stage in (1, 2) else 0.0,  # the new weights to all ranks
+    }
