@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from tests.helpers.runs import write_config
 from trainer.bench.model import MODEL_SIZES, TOKENS, micro_batch
 from trainer.errors import TrainerError
 from trainer.model.bert import Bert, ModelConfig
+from trainer.model.checkpointing import Checkpointing
 from trainer.model.flops import peak_flops
 from trainer.plan import estimate, goodput
 from trainer.plan.__main__ import main
@@ -29,11 +30,11 @@ from trainer.plan.cards import CARDS, Card, Rate, add_rates, choose, doubts, int
 from trainer.plan.lengths import Lengths
 from trainer.plan.memory import (
     GIB,
-    LAYER_BYTES,
     OUTSIDE,
     Load,
     Setting,
     kept,
+    layer_bytes,
     pass_bytes,
     peak,
     reserved,
@@ -123,7 +124,7 @@ def test_engines_keep_what_the_plan_says(tmp_path: Path) -> None:
 
 def test_checkpointing_keeps_what_its_own_test_counts() -> None:
     """The numbers of docs/performance.md. One layer at a time is computed again, so its bytes come back."""
-    keep = {kind: of(LARGE, 2) for kind, of in LAYER_BYTES.items()}
+    keep = {kind: layer_bytes(LARGE, 2, kind) for kind in get_args(Checkpointing)}
     assert keep == {"none": 32_848, "cheap": 22_608, "full": 2_048}
     load = Load(TOKENS, round(0.15 * TOKENS), TOKENS // 128)
     for kind, size in keep.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
@@ -11,10 +12,11 @@ from trainer.engine.engine import resolve_precision
 from trainer.engine.schedule import Phase, batch_of, resolve, samples_in
 from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
+from trainer.model.checkpointing import Checkpointing
 from trainer.plan import goodput
 from trainer.plan.cards import Card, doubts
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import GIB, LAYER_BYTES, Bytes, Load, Setting, Sizes, host_bytes, peak, reserved, sizes
+from trainer.plan.memory import GIB, Bytes, Load, Setting, Sizes, host_bytes, peak, reserved, sizes
 from trainer.plan.speed import Network, step_time
 from trainer.run.config import Config
 
@@ -47,29 +49,6 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is planned."""
-
-    config: Config
-    hardware: Hardware
-    setting: Setting
-    sizes: Sizes
-
-    def needs(self, load: Load, accumulates: bool, setting: Setting | None = None) -> Bytes:
-        """Bytes of a rank by kind, at their peak."""
-        return peak(self.config.model, self.sizes, setting or self.setting, load, accumulates)
-
-    def largest(self, lengths: Lengths, share: int, setting: Setting) -> int:
-        """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits."""
-        return largest(self.config.model, setting, self.sizes, lengths, share, self.hardware.card)
-
-    @property
-    def room(self) -> float:
-        """Bytes of a GPU."""
-        return self.hardware.card.memory_gib * GIB
-
-
-@dataclass(frozen=True)
 class PhasePlan:
     """One phase as it would run."""
 
@@ -85,6 +64,30 @@ class PhasePlan:
     step_seconds: dict[str, float]  # by part, and in total
     tokens_per_second: float
     seconds: float  # of all steps; batch warm-up makes some of them shorter
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is planned."""
+
+    config: Config
+    hardware: Hardware
+    setting: Setting
+    sizes: Sizes
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU."""
+        return self.hardware.card.memory_gib * GIB
+
+    def needs(self, each: PhasePlan, setting: Setting | None = None) -> Bytes:
+        """Bytes of a rank by kind in a phase, at their peak."""
+        load, accumulates = each.micro_batch, each.accumulation > 1
+        return peak(self.config.model, self.sizes, setting or self.setting, load, accumulates)
+
+    def largest(self, lengths: Lengths, share: int, setting: Setting) -> int:
+        """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits."""
+        return largest(self.config.model, setting, self.sizes, lengths, share, self.hardware.card)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardwar
     phases = tuple(_plan_phase(run, phase, lengths) for phase, lengths in zip(config.phases, data, strict=True))
     for number, each in enumerate(phases):
         _require_room(run, number, each, data[number])
-    peaks = {stage: [run.needs(*_load(each), at_stage(setting, stage)) for each in phases] for stage in STAGES}
+    peaks = {stage: [run.needs(each, at_stage(setting, stage)) for each in phases] for stage in STAGES}
     memory = {stage: max(found, key=lambda kinds: sum(kinds.values())) for stage, found in peaks.items()}
     steps, seconds = sum(each.steps for each in phases), sum(each.seconds for each in phases)
     checkpoints = _checkpoints(run, seconds, steps)
@@ -218,11 +221,6 @@ def _plan_phase(run: Run, phase: Phase, lengths: Lengths) -> PhasePlan:
     )
 
 
-def _load(each: PhasePlan) -> tuple[Load, bool]:
-    """A phase's fullest micro-batch, and whether a step has several."""
-    return each.micro_batch, each.accumulation > 1
-
-
 def _notes(run: Run, phases: Sequence[PhasePlan], data: Sequence[Lengths]) -> tuple[str, ...]:
     found: list[str] = []
     for each, lengths in zip(phases, data, strict=True):
@@ -266,7 +264,7 @@ def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengt
 
 def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> None:
     """Raise TrainerError, with what would be possible, if a phase does not fit into a GPU's memory."""
-    needs = sum(run.needs(*_load(each)).values())
+    needs = sum(run.needs(each).values())
     if needs <= run.room:
         return
     said = f"phases.{number}: a micro-batch of {each.micro_batch.sequences:,} sequences needs {needs / GIB:,.2f} GiB"
@@ -279,8 +277,8 @@ def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> N
     if given.micro_batch is not None:
         more = " and change accumulation to keep the global batch" if given.global_batch is None else ""
         change = f"set micro_batch to {most:,}{more}"
-    for kind in LAYER_BYTES:
-        if sum(run.needs(*_load(each), replace(run.setting, checkpointing=kind)).values()) <= run.room:
+    for kind in get_args(Checkpointing):
+        if sum(run.needs(each, replace(run.setting, checkpointing=kind)).values()) <= run.room:
             raise TrainerError(f"{said}: {change}, or set engine.checkpointing to {kind}")
     raise TrainerError(f"{said}: {change}")
 
@@ -301,7 +299,8 @@ def _alternatives(run: Run, each: PhasePlan, lengths: Lengths) -> str:
         if run.largest(lengths, 1, replace(at_stage(run.setting, 3), ranks=ranks)):
             return f"not even one fits; engine.zero_stage 3 on {ranks:,} GPUs would"
         ranks *= 2
-    least = sum(run.needs(lengths.fullest(1), True, replace(at_stage(run.setting, 2), offloads=True)).values())
+    one = replace(each, micro_batch=lengths.fullest(1), accumulation=2)
+    least = sum(run.needs(one, replace(at_stage(run.setting, 2), offloads=True)).values())
     return f"not even one fits on any number of these GPUs; engine.offload_optimizer needs {least / GIB:,.1f} GiB each"
 
 

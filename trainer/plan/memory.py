@@ -10,7 +10,6 @@ per tensor. A test counts the storages that autograd really saves and requires e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -121,32 +120,20 @@ class Kept(NamedTuple):
     logits: int  # of the MLM head; backward overwrites them with their gradient
 
 
-def layer_bytes(model: ModelConfig, element: int) -> int:
+def layer_bytes(model: ModelConfig, element: int, checkpointing: Checkpointing = "none") -> int:
     """Bytes per token that one layer keeps: e (8 D + 2 F) + 4 N + 16, the same for post-LN and pre-LN.
 
     D each: the layer's input, attention's output, the first LayerNorm's output, and what each of the two LayerNorms
     reads (post-LN: the sublayer's output; pre-LN: the sum); 3 D: queries, keys and values; F each: the input and
     output of GELU. In fp32: one number per head (attention) and four per token (LayerNorm).
+
+    "cheap" does not keep the outputs of the first LayerNorm and of GELU; "full" keeps only the layer's inputs, of which
+    a pre-LN layer has two.
     """
-    return element * (8 * model.hidden + 2 * model.intermediate) + NUMBER * (model.heads + 4)
-
-
-def cheap_layer_bytes(model: ModelConfig, element: int) -> int:
-    """The same if backward computes the first LayerNorm's and GELU's outputs again."""
-    return layer_bytes(model, element) - element * (model.hidden + model.intermediate)
-
-
-def full_layer_bytes(model: ModelConfig, element: int) -> int:
-    """The same if backward computes the whole layer again: only its inputs, of which a pre-LN layer has two."""
-    return element * model.hidden * (2 if model.layer_norm == "before" else 1)
-
-
-# by engine.checkpointing; see trainer/model/checkpointing.py
-LAYER_BYTES: dict[Checkpointing, Callable[[ModelConfig, int], int]] = {
-    "none": layer_bytes,
-    "cheap": cheap_layer_bytes,
-    "full": full_layer_bytes,
-}
+    if checkpointing == "full":
+        return element * model.hidden * (2 if model.layer_norm == "before" else 1)
+    again = model.hidden + model.intermediate if checkpointing == "cheap" else 0
+    return element * (8 * model.hidden + 2 * model.intermediate - again) + NUMBER * (model.heads + 4)
 
 
 def kept(model: ModelConfig, load: Load, element: int, checkpointing: Checkpointing = "none") -> Kept:
@@ -160,7 +147,7 @@ def kept(model: ModelConfig, load: Load, element: int, checkpointing: Checkpoint
     embedding = tokens * (3 * INDEX + 2 * NUMBER + 2 * NUMBER)  # indices, dropout keys, LayerNorm's statistics
     if model.layer_norm == "before":
         embedding += tokens * hidden  # the sum that the first LayerNorm reads
-    encoder = embedding + model.layers * tokens * LAYER_BYTES[checkpointing](model, element)
+    encoder = embedding + model.layers * tokens * layer_bytes(model, element, checkpointing)
     mlm = targets * (4 * hidden + 2 * INDEX + 6 * NUMBER)  # product, GELU and LayerNorm; labels; row statistics
     nsp = sequences * (2 * hidden + 2 * element + INDEX + 4 * NUMBER) + NUMBER * (sequences + 1)
     return Kept(encoder, mlm + nsp, element * targets * model.vocab_rows)
@@ -213,9 +200,13 @@ def peak(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load, accumul
 
 
 def pass_bytes(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load) -> int:
-    """The most bytes that a forward and backward pass takes, with the gradients of weights."""
+    """The most bytes that a forward and backward pass takes, with the gradients of weights.
+
+    They are all there at its end, unless DeepSpeed keeps or reduces each one as it comes.
+    """
     held = kept(model, load, setting.element, setting.checkpointing)
-    return max(sum(held), _in_the_last_layer(model, setting, load, held), _at_the_end(setting, sizes))
+    at_the_end = 0 if setting.stage in (0, 3) else setting.element * sizes.parameters
+    return max(sum(held), _in_the_last_layer(model, setting, load, held), at_the_end)
 
 
 def reserved(found: Bytes) -> int:
@@ -227,15 +218,9 @@ def _in_the_last_layer(model: ModelConfig, setting: Setting, load: Load, held: K
     """Bytes in backward's first MLP: the heads are done, and gradients of its input and of GELU's input arrive."""
     weights = (model.vocab_rows + 2 * model.hidden + model.intermediate) * model.hidden  # gradients so far
     arriving = load.tokens * (model.hidden + model.intermediate)
-    kept_now = LAYER_BYTES[setting.checkpointing](model, setting.element)
-    again = load.tokens * (layer_bytes(model, setting.element) - kept_now)  # what checkpointing computes again
+    layer = layer_bytes(model, setting.element), layer_bytes(model, setting.element, setting.checkpointing)
+    again = load.tokens * (layer[0] - layer[1])  # what checkpointing computes again
     return held.encoder + again + setting.element * (weights + arriving)
-
-
-def _at_the_end(setting: Setting, sizes: Sizes) -> int:
-    """Bytes at the end of backward, where autograd's gradients have not been moved into the row yet."""
-    moved = setting.stage in (0, 3)  # DeepSpeed keeps or reduces each one as it comes
-    return 0 if moved else setting.element * sizes.parameters
 
 
 def _gathered(sizes: Sizes, setting: Setting) -> int:
