@@ -226,6 +226,7 @@ def main() -> None:
             check_range("--lengths", length, 1, ModelConfig.max_positions)
         for tokens in given.tokens:
             check_range("--tokens", tokens, ModelConfig.max_positions, 2**24)
+        check_range("--limit", given.limit, 1, 2**10)
         world = from_launcher("auto")
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else "h200"
         card = choose(read_rates(given.rates or CARDS), name)
