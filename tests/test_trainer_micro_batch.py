@@ -41,23 +41,22 @@ def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int) -> Plan:
 def test_the_smallest_gpu_and_the_planner_decide(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = opened(config, monkeypatch, 1700 << 20, 1665 << 20)
+    plan = opened(config, monkeypatch, 1800 << 20, 1756 << 20)
     [phase], [data] = plan.config.phases, plan.phases
     assert "phases.0.micro_batch: auto is " in capsys.readouterr().out and data.phase is phase
     assert isinstance(phase.micro_batch, int) and 100 < phase.micro_batch < 9_000
     assert data.batch(0) == (20_000, -(-10_000 // phase.micro_batch))
-    words = ["--config", str(config), "--gpus", "2", "--memory", "1665MiB", "--tflops", "100", "--set", BATCH, "--set"]
-    assert main([*words, f"phases.0.micro_batch={phase.micro_batch + phase.micro_batch // 10}"]) == 2
+    words = ["--config", str(config), "--gpus", "2", "--memory", "1756MiB", "--tflops", "100", "--set", BATCH, "--set"]
     assert main([*words, AUTO, "--json", str(tmp_path / "plan.json")]) == 0
     [planned] = json.loads((tmp_path / "plan.json").read_text())["phases"]
-    assert planned["largest_micro_batch"]["1"] == phase.micro_batch
+    assert phase.micro_batch < planned["largest_micro_batch"]["1"]
     assert planned["accumulation"] == data.batch(0)[1]
 
 
 @pytest.mark.parametrize(
     ("rooms", "said"),
     [
-        ((GIB // 2, 80 * GIB), "phases.0.micro_batch is auto, but not even one sequence fits into 0.50 GiB"),
+        ((GIB // 2, 80 * GIB), "phases.0.micro_batch is auto, but not even one sequence fits into 95% of 0.50 GiB"),
         ((0, 0), "phases.0.micro_batch is auto, which needs a GPU, and this run is on CPUs: set a number"),
     ],
 )

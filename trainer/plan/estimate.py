@@ -23,6 +23,9 @@ from trainer.run.config import Config
 STAGES = (0, 1, 2, 3)
 MOST_RANKS = 4096  # tried when nothing fits
 LEAST_GOODPUT = 0.05  # with less, a plan is refused
+# Share of a GPU's memory that micro_batch: auto leaves free, for micro-batches that are fuller than any that was drawn
+# and for fragmentation. Assumed.
+SPARE = 0.05
 NOTES = (
     "not counted: evaluation, waiting for data, start-up",
     "not calibrated on a GPU: workspace, NCCL, context; latency; the copy of a checkpoint",
@@ -197,7 +200,8 @@ def _plan_phase(run: Run, phase: Phase, lengths: Lengths) -> PhasePlan:
     share = -(-global_batch // setting.ranks)
     most = {stage: run.largest(lengths, share, at_stage(setting, stage)) for stage in STAGES}
     if phase.micro_batch == "auto":
-        phase = replace(phase, micro_batch=max(1, most[setting.stage]))
+        auto = automatic(run.config.model, setting, run.sizes, lengths, share, hardware.card)
+        phase = replace(phase, micro_batch=max(1, auto))
     _, accumulation = batch_of(phase, setting.ranks)
     work = lengths, (global_batch, accumulation), (hardware.card, hardware.network)
     parts = step_time(run.config.model, run.sizes, setting, run.config.optimizer.name, *work)
@@ -260,6 +264,11 @@ def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengt
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def automatic(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengths, share: int, card: Card) -> int:
+    """The number for ``micro_batch: auto``: the most sequences that fit into all but SPARE of the memory, or 0."""
+    return largest(model, setting, counted, lengths, share, replace(card, memory_gib=(1 - SPARE) * card.memory_gib))
 
 
 def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> None:

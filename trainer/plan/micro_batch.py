@@ -1,4 +1,4 @@
-"""``micro_batch: auto``: the most sequences that fit into the memory of every rank's GPU, by the plan.
+"""``micro_batch: auto``: the most sequences that fit into 95 % of the memory of every rank's GPU, by the plan.
 
 The number is found once, at a run's first start, and stored in its checkpoints and its config.yaml as if the user had
 stated it. A run that resumes keeps it, so other GPUs do not change how its batches are split.
@@ -18,7 +18,7 @@ from trainer.console import say
 from trainer.engine.schedule import MOST_TOKENS, batch_problems
 from trainer.errors import TrainerError
 from trainer.plan.cards import Card
-from trainer.plan.estimate import largest, setting_of
+from trainer.plan.estimate import SPARE, automatic, setting_of
 from trainer.plan.lengths import lengths_of
 from trainer.plan.memory import CONTEXT_BYTES, GIB, sizes
 from trainer.ranks.world import World, broadcast_text, gather_texts, together
@@ -59,7 +59,7 @@ def _numbers(plan: Plan, ranks: int, room: int) -> dict[str, int]:
         source = "as before, from the run's checkpoint"
         if number is None:
             number = largest_of(plan, data, ranks, room, where)
-            source = f"the most that fits into {room / GIB:.1f} GiB by the plan"
+            source = f"the most that fits into {1 - SPARE:.0%} of {room / GIB:.1f} GiB by the plan"
         found[data.phase.name] = number
         say(f"{where}.micro_batch: auto is {number:,}, {source}")
     return found
@@ -79,12 +79,12 @@ def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int, where: str) -
     phase, loader, config = data.phase, data.loader, plan.config
     share = min(-(-data.global_batch // ranks), (MOST_TOKENS - 1) // phase.sequence_length)
     card, lengths = Card("a rank's GPU", room / GIB, ()), lengths_of(loader.folder, loader.manifest)
-    most = largest(config.model, setting_of(config, ranks), sizes(config.model), lengths, share, card)
+    most = automatic(config.model, setting_of(config, ranks), sizes(config.model), lengths, share, card)
     if most == 0:
-        raise TrainerError(
-            f"{where}.micro_batch is auto, but not even one sequence fits into {room / GIB:.2f} GiB: python -m "
-            "trainer.plan says what would fit"
+        said = (
+            f"{where}.micro_batch is auto, but not even one sequence fits into {1 - SPARE:.0%} of {room / GIB:.2f} GiB"
         )
+        raise TrainerError(f"{said}: python -m trainer.plan says what would fit")
     if problems := batch_problems(replace(phase, micro_batch=most), ranks, lengths.samples):
         raise TrainerError(f"{where}.{problems[0]}")
     return most
