@@ -257,17 +257,27 @@ def test_what_the_model_or_the_data_cannot_do_is_refused(tmp_path: Path) -> None
     assert len(job.training) == 20 and test is not None and not test.known
 
 
+def test_another_dropout_is_another_recipe(tmp_path: Path) -> None:
+    made, data = bert_folder(tmp_path), write_data(tmp_path / "data", 20, 10)
+    own, _ = make_job(options(made, data, "--max-length", "40"), lambda text: None)
+    other, _ = make_job(options(made, data, "--max-length", "40", "--dropout", "0.25"), lambda text: None)
+    assert (other.model.dropout, other.model.attention_dropout) == (0.25, 0.25) != (own.model.dropout, 0.25)
+    assert replace(other.model, dropout=own.model.dropout, attention_dropout=own.model.attention_dropout) == own.model
+    assert [key for key in own.identity if own.identity[key] != other.identity[key]] == ["recipe"]
+    assert "dropout" not in own.identity["recipe"]  # runs of before the option go on
+
+
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     write_classes(tmp_path / "train.tsv", 3)
     write_classes(tmp_path / "dev.tsv", 3)
     wrong = "--rates 1e-5,0 --batches 0 --epochs inf --seeds 1,99999999999999999999 --warmup 2 --clip -1".split()
-    wrong += "--weight-decay nan --patience 0 --timeout 9999999999 --predict a".split()
+    wrong += "--dropout 1 --weight-decay nan --patience 0 --timeout 9999999999 --predict a".split()
     with pytest.raises(TrainerError) as caught:
         options(tmp_path, tmp_path, *wrong)
     said = str(caught.value).split("; ")
     assert [part.split(" ")[0].rstrip(":") for part in said] == [
         *("--rates", "--batches", "--epochs", "--seeds", "--warmup"),
-        *("--weight-decay", "--clip", "--patience", "--timeout", "--predict"),
+        *("--weight-decay", "--clip", "--patience", "--dropout", "--timeout", "--predict"),
     ]
 
 

@@ -46,6 +46,7 @@ from trainer.run.start import require_fitting
 CONFIG = Path("deploy/configs/reference-base.yaml")
 DUPLICATES = {32: 3, 128: 8}  # sequence length: passes over the text, each with its own masks; 5 for others
 RATE = "5e-5"  # of fine-tuning; the rest of a task's recipe is trainer.finetune's
+DROPOUT = "--dropout", "0.1"  # as in BERT's own fine-tuning: the reference recipe pre-trains without
 command = partial(commands.command, script="reference")
 
 
@@ -242,7 +243,7 @@ def finetune(task: Path, given: argparse.Namespace, positions: int, done: Done) 
     if not done.is_done(name, folder / "results.json", inputs, given.seeds):
         words = ("--task", task.name, "--data", task, "--model", given.out / "bert", "--out", folder)
         longest = ("--max-length", positions) if known(task.name).recipe.length > positions else ()
-        command("python", "-m", "trainer.finetune", *words, "--seeds", given.seeds, "--rates", RATE, *longest)
+        command("python", "-m", "trainer.finetune", *words, "--seeds", given.seeds, "--rates", RATE, *DROPOUT, *longest)
         done.finish(name)
     results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     return results

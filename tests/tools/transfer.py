@@ -52,14 +52,14 @@ from trainer.monitor.metrics_log import read_lines
 from trainer.ranks.world import World, from_launcher, join, leave
 
 RECIPES = {  # in the order in which jobs start: the longest first
-    "conll2003": Recipe(epochs=3, rate=5e-5, clipping=1.0),
-    "sst2": Recipe(epochs=3, rate=5e-5, clipping=1.0),
-    "squad": Recipe(epochs=6, rate=5e-5, clipping=1.0),
-    "cola": Recipe(epochs=3, rate=5e-5, clipping=1.0),
-    "stsb": Recipe(epochs=4, rate=5e-5, clipping=1.0),
-    "sick-entailment": Recipe(epochs=4, rate=5e-5, clipping=1.0),
-    "mrpc": Recipe(epochs=5, rate=5e-5, clipping=1.0),
-    "rte": Recipe(epochs=5, rate=5e-5, clipping=1.0),
+    "conll2003": Recipe(epochs=3, rate=5e-5, clipping=1.0, dropout=0.1),
+    "sst2": Recipe(epochs=3, rate=5e-5, clipping=1.0, dropout=0.1),
+    "squad": Recipe(epochs=6, rate=5e-5, clipping=1.0, dropout=0.1),
+    "cola": Recipe(epochs=3, rate=5e-5, clipping=1.0, dropout=0.1),
+    "stsb": Recipe(epochs=4, rate=5e-5, clipping=1.0, dropout=0.1),
+    "sick-entailment": Recipe(epochs=4, rate=5e-5, clipping=1.0, dropout=0.1),
+    "mrpc": Recipe(epochs=5, rate=5e-5, clipping=1.0, dropout=0.1),
+    "rte": Recipe(epochs=5, rate=5e-5, clipping=1.0, dropout=0.1),
 }
 RANDOM = "random"
 
@@ -123,7 +123,7 @@ class Bench:
         given = self.encoder(job.model)
         data = self.data(job, given)
         start = {} if job.encoder == RANDOM else needed_weights(given, data.task, silent)
-        module = TaskModel(given.model, data.task, job.seed)
+        module = TaskModel(job.recipe.of(given.model), data.task, job.seed)
         adam = OptimizerConfig("adam", weight_decay=job.recipe.weight_decay, gradient_clipping=job.recipe.clipping)
         engine = Engine(EngineConfig(), module, adam, self.world, job.seed)
         fill_masters(engine.partition, start)

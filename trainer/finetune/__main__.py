@@ -107,12 +107,15 @@ def make_job(options: Options, tell: Tell) -> tuple[FineTuningJob, EvaluationFil
         "dev": _which(options.dev),
         "wish": {name: str(value) for name, value in asdict(options.wish).items() if _decides(name, value)},
         "labels": list(task.labels),
-        "recipe": {k: v for k, v in asdict(options.recipe).items() if k not in ("batch", "rate", "epochs")},
+        "recipe": {
+            k: v for k, v in asdict(options.recipe).items() if k not in ("batch", "rate", "epochs") and v is not None
+        },
         "evaluation": [options.eval_every, options.patience],
     }
     start = needed_weights(given, task, tell)
     tell(f"{options.task}: {len(training):,} training examples, {len(dev.table):,} dev examples")
-    return FineTuningJob(options, task, given.model, start, given.tokenizer, training, dev, tuple(also), identity), test
+    model = options.recipe.of(given.model)
+    return FineTuningJob(options, task, model, start, given.tokenizer, training, dev, tuple(also), identity), test
 
 
 def _tell_classes(task: Task, train: Path, training: UnitTable, parts: list[EvaluationFile], tell: Tell) -> None:

@@ -137,7 +137,7 @@ def problems(options: Options) -> list[str]:
         *(f"--{line}".replace("_", "-") for line in outside(options.machine, micro_batch=(1, LARGEST_BATCH))),
         *(f"--{line}" for line in outside(options.machine, timeout=(1, inf))),
         *(f"--max-{line}" for line in outside(recipe, length=(-inf, 2**16))),
-        *(f"--{line}".replace("_", "-") for line in outside(recipe, weight_decay=(-inf, 10))),
+        *(f"--{line}".replace("_", "-") for line in outside(recipe, weight_decay=(-inf, 10), dropout=(0, 0.99))),
         *(f"--clip{line.removeprefix('clipping')}" for line in outside(recipe, clipping=(-inf, 10**9))),
     ]
     if options.machine.timeout > LONGEST_TIMEOUT_SECONDS:
@@ -170,6 +170,7 @@ def _recipe(given: argparse.Namespace, recipe: Recipe) -> Recipe:
         "warmup": given.warmup,
         "weight_decay": given.weight_decay,
         "clipping": given.clip,
+        "dropout": given.dropout,
     }
     changed: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
     return replace(recipe, **changed)
@@ -247,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     recipe.add_argument("--warmup", type=float, metavar="SHARE", help="share of the steps (0.1)")
     recipe.add_argument("--weight-decay", type=float, help="0.01 by default")
     recipe.add_argument("--clip", type=float, metavar="NORM", help="gradient norm to clip to; 0, the default, is off")
+    recipe.add_argument("--dropout", type=float, metavar="SHARE", help="instead of the model's own")
     recipe.add_argument(
         "--head",
         choices=("linear", "mlp"),

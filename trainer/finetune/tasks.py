@@ -10,6 +10,7 @@ from trainer.console import Tell
 from trainer.errors import TrainerError
 from trainer.finetune.classification import Columns, Format, SentenceTask, find_labels
 from trainer.finetune.task import Task
+from trainer.model.bert import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Recipe:
 
     Devlin et al. 2019 (appendix A.3) search batches of 16 and 32, rates of 5e-5, 3e-5 and 2e-5, and 2 to 4 epochs, with
     warm-up over the first tenth, linear decay and a weight decay of 0.01. Gradients are not clipped here by default;
-    google-research/bert (optimization.py) clips them to a global norm of 1.0.
+    google-research/bert (optimization.py) clips them to a global norm of 1.0. Devlin et al. always fine-tune with a
+    dropout of 0.1; a model that was pre-trained without dropout does so only if the recipe says it.
     """
 
     length: int = 128  # tokens of an example, at most
@@ -28,6 +30,13 @@ class Recipe:
     warmup: float = 0.1  # share of the steps
     weight_decay: float = 0.01
     clipping: float = 0.0  # of the gradients' global norm; 0 is off
+    dropout: float | None = None  # of hidden states and of attention; None: the pre-trained model's own
+
+    def of(self, model: ModelConfig) -> ModelConfig:
+        """The pre-trained model's settings with this recipe's dropout."""
+        if self.dropout is None:
+            return model
+        return replace(model, dropout=self.dropout, attention_dropout=self.dropout)
 
 
 @dataclass(frozen=True)
