@@ -28,6 +28,7 @@ from typing import Any
 
 from data_prep.atomic import TEMPORARY, sync
 from data_prep.errors import CopyError, DataError
+from data_prep.options import check_folder
 from data_prep.retries import Result, is_hopeless, patiently, shown
 from data_prep.sources import WANTED, format_of
 from data_prep.workers import show_progress
@@ -74,6 +75,7 @@ def find_inputs(
         raise DataError(f"--input {remote[0]}: name a folder for its copy, too: --downloads DIR")
     copies: dict[str, Path] = {}
     if remote and downloads is not None:
+        check_folder("--downloads", downloads)
         for name in remote:
             if not format_of(name.rpartition("/")[2], format):
                 raise DataError(f"input {name} is not a text file: {WANTED}")

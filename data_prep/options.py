@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,3 +46,15 @@ def check_place(option: str, path: Path, suffix: str, new: bool = False) -> None
         raise DataError(
             f"{option} {path}: no file can be created in the folder {path.parent} ({error.strerror}); name another"
         ) from None
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raises DataError if ``folder`` is not a folder, or if none can be created there."""
+    above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not above.is_dir():
+        raise DataError(f"{option} {folder}: {above} is not a folder; name another")
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise DataError(f"{option} {folder}: {above} cannot be written ({error.strerror}); name another") from None

@@ -173,6 +173,16 @@ def test_what_cannot_be_fetched_takes_one_line(server: Server, tmp_path: Path, m
     assert not [path for path in tmp_path.rglob("*.tmp")]
 
 
+@pytest.mark.parametrize("place", ["a.txt", "a.txt/copies", "link/copies"])
+def test_copies_need_a_folder_before_anything_is_asked(server: Server, tmp_path: Path, place: str) -> None:
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    server.stop()  # asking would fail in another way
+    what, first = f"--downloads {tmp_path / place}: {tmp_path}", place.partition("/")[0]
+    said = refusal(f"{server.address}/{NAMES[0]}", downloads=tmp_path / place)
+    assert said == f"{what}/{first} is not a folder; name another"
+
+
 def test_a_server_that_is_down_ends_the_command(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
