@@ -2,6 +2,7 @@
 
     corpus-{000..127}.tar           128 files, in this order
     https://host/corpus.tar         needs aiohttp
+    https://host/corpus.tar?sig=…   a signed address; its query is never printed or kept
     s3://bucket/corpus.tar          needs s3fs; keys and AWS_ENDPOINT_URL_S3 as in `data_prep/publish.py`
 
 A file of a server is downloaded as a whole into a folder that the user names, and kept for other builds: a build
@@ -26,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data_prep.addresses import VERSION, Address, read_address, without_query
 from data_prep.atomic import TEMPORARY, sync
 from data_prep.errors import CopyError, DataError
 from data_prep.options import check_folder
@@ -50,7 +52,7 @@ class Copy:
 
     fs: Any  # fsspec has no types
     name: str  # in ``fs``
-    address: str
+    address: Address
     size: int
     path: Path
 
@@ -70,17 +72,31 @@ def find_inputs(
         if not ORIGIN.fullmatch(origin):
             raise DataError(f"--redirects {origin}: wanted an origin, such as https://cdn.example.com")
     names = [name for each in given for name in _existing(each)]
-    remote = list(dict.fromkeys(name for name in names if is_remote(name)))
-    if remote and downloads is None:
-        raise DataError(f"--input {remote[0]}: name a folder for its copy, too: --downloads DIR")
-    copies: dict[str, Path] = {}
-    if remote and downloads is not None:
-        check_folder("--downloads", downloads)
-        for name in remote:
-            if not format_of(name.rpartition("/")[2], format):
-                raise DataError(f"input {name} is not a text file: {WANTED}")
-        copies = _fetch_all(remote, downloads, redirects)
+    remote = {name: read_address(name) for name in names if is_remote(name)}
+    for address in remote.values():
+        _refuse_unreadable(address, format)
+    if not remote:
+        return list(map(Path, names))
+    if downloads is None:
+        first = next(iter(remote.values()))
+        raise DataError(f"--input {first.shown}: name a folder for its copy, too: --downloads DIR")
+    check_folder("--downloads", downloads)
+    copies = dict(zip(remote, _fetch_all(list(remote.values()), downloads, redirects), strict=True))
     return [copies.get(name, Path(name)) for name in names]
+
+
+def _refuse_unreadable(address: Address, format: str) -> None:
+    if address.name in ("", ".", ".."):
+        raise DataError(f"input {address.shown} names no file")
+    if address.query and any(map(str.isspace, f"{address.folder}/{address.name}{address.query}")):
+        raise DataError(f"input {address.shown}: it contains a space; with a query, write %20 instead")
+    if format_of(address.name, format):
+        return
+    if "?" in address.name:
+        raise DataError(
+            f"input {address.shown}: only https:// addresses have a query; an s3:// one may end in {VERSION}…"
+        )
+    raise DataError(f"input {address.shown} is not a text file: {WANTED}")
 
 
 def is_remote(name: str) -> bool:
@@ -99,9 +115,9 @@ def expand(pattern: str) -> list[str]:
     low, high = int(found[1]), int(found[2])
     rest = expand(pattern[found.end() :])
     if low > high:
-        raise DataError(f"--input {pattern}: the range counts down; write {{{found[2]}..{found[1]}}}")
+        raise DataError(f"--input {without_query(pattern)}: the range counts down; write {{{found[2]}..{found[1]}}}")
     if (high - low + 1) * len(rest) > MOST_FILES:
-        raise DataError(f"--input {pattern}: names more than {MOST_FILES:,} files")
+        raise DataError(f"--input {without_query(pattern)}: names more than {MOST_FILES:,} files")
     padded = any(len(end) > 1 and end.startswith("0") for end in found.groups())
     width = max(map(len, found.groups())) if padded else 0
     start = pattern[: found.start()]
@@ -128,15 +144,15 @@ def _refuse_missing(what: str, missing: Sequence[str], total: int) -> None:
 # ---- servers -------------------------------------------------------------------------------------------------
 
 
-def _fetch_all(addresses: list[str], folder: Path, redirects: Sequence[str]) -> dict[str, Path]:
+def _fetch_all(addresses: list[Address], folder: Path, redirects: Sequence[str]) -> list[Path]:
     from data_prep.servers import open_fs
 
-    parents = dict.fromkeys(address.rpartition("/")[0] for address in addresses)
-    opened = {parent: open_fs(parent, STALL, redirects) for parent in parents}
+    places = dict.fromkeys(map(_place, addresses))
+    opened = {place: open_fs(place[0], STALL, redirects, place[1]) for place in places}
     ended = threading.Event()
     with _stopping(ended) as pool:
         asked = list(pool.map(partial(_ask, opened, folder, ended), addresses))
-        missing = [address for address, copy in zip(addresses, asked, strict=True) if copy is None]
+        missing = [address.shown for address, copy in zip(addresses, asked, strict=True) if copy is None]
         _refuse_missing("input", missing, len(addresses))
         copies = [copy for copy in asked if copy is not None]
         wanted = [copy for copy in copies if not copy.path.exists()]
@@ -146,7 +162,12 @@ def _fetch_all(addresses: list[str], folder: Path, redirects: Sequence[str]) -> 
             fetched = pool.map(partial(_fetch, ended), wanted)
             for _ in show_progress(fetched, "downloaded", "bytes", lambda copy: copy.size, total):
                 pass
-    return {copy.address: copy.path for copy in copies}
+    return [copy.path for copy in copies]
+
+
+def _place(address: Address) -> tuple[str, bool]:
+    """What `open_fs` opens for an address: its folder, and whether names there have a query."""
+    return address.folder, bool(address.query)
 
 
 @contextmanager
@@ -161,20 +182,24 @@ def _stopping(ended: threading.Event) -> Iterator[ThreadPoolExecutor]:
             raise
 
 
-def _ask(opened: dict[str, tuple[Any, str]], folder: Path, ended: threading.Event, address: str) -> Copy | None:
+def _ask(
+    opened: dict[tuple[str, bool], tuple[Any, str]], folder: Path, ended: threading.Event, address: Address
+) -> Copy | None:
     """Asks a server for a file's size and version; None if there is no such file."""
-    parent, _, key = address.rpartition("/")
-    fs, root = opened[parent]
-    found = _patiently(address, partial(_info, fs, f"{root}/{key}"), ended)
+    fs, root = opened[_place(address)]
+    name = f"{root}/{address.name}{address.query}"
+    found = _patiently(address, partial(_info, fs, name), ended)
     if found is None:
         return None
     if found.get("type") == "directory":
-        raise DataError(f"input {address} is a folder: name its files, such as {address}/corpus-{{000..127}}.tar")
+        raise DataError(
+            f"input {address.shown} is a folder: name its files, such as {address.shown}/corpus-{{000..127}}.tar"
+        )
     if not isinstance(found.get("size"), int):
-        raise DataError(f"input {address}: the server does not say its size; download it yourself")
+        raise DataError(f"input {address.shown}: the server does not say its size; download it yourself")
     version = next((str(found[field]) for field in VERSION_FIELDS if found.get(field)), "")
-    mark = hashlib.sha256("\n".join((address, str(found["size"]), version)).encode()).hexdigest()[:16]
-    return Copy(fs, f"{root}/{key}", address, found["size"], folder / mark / key)
+    mark = hashlib.sha256("\n".join((address.lasting, str(found["size"]), version)).encode()).hexdigest()[:16]
+    return Copy(fs, name, address, found["size"], folder / mark / address.name)
 
 
 def _info(fs: Any, name: str) -> dict[str, Any] | None:
@@ -223,7 +248,7 @@ def _attempt(copy: Copy, ended: threading.Event) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _patiently(address: str, work: Callable[[], Result], ended: threading.Event) -> Result:
+def _patiently(address: Address, work: Callable[[], Result], ended: threading.Event) -> Result:
     """Runs ``work()`` and retries after each of WAITS on errors that may be temporary.
 
     Raises DataError, one line; it is a CopyError if the last attempt may have failed for a passing reason.
@@ -233,7 +258,7 @@ def _patiently(address: str, work: Callable[[], Result], ended: threading.Event)
     except Exception as error:  # each driver has its own classes, which can't be named without importing it
         reason = shown(error)
         if is_hopeless(error):
-            raise DataError(f"input {address}: {reason}; check the address and your access rights") from error
+            raise DataError(f"input {address.shown}: {reason}; check the address and your access rights") from error
         raise CopyError(
-            f"input {address}: failed {len(WAITS) + 1} times, last with {reason}; run again to resume"
+            f"input {address.shown}: failed {len(WAITS) + 1} times, last with {reason}; run again to resume"
         ) from error

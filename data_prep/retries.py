@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from data_prep.addresses import hide_queries
 from data_prep.errors import DataError
 
 Result = TypeVar("Result")
@@ -51,8 +52,8 @@ def is_hopeless(error: Exception) -> bool:
 
 
 def shown(error: Exception) -> str:
-    """An error as one line that is safe to print: a server may have written any part of it."""
-    return printable(f"{type(error).__name__}: {error}")
+    """An error as one line that is safe to print: a server may have written any part of it, and a query is secret."""
+    return printable(hide_queries(f"{type(error).__name__}: {error}"))
 
 
 def printable(text: str) -> str:

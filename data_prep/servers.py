@@ -53,19 +53,19 @@ class Bound(fsspec.Callback):  # type: ignore[misc]  # fsspec has no types
         return RefusedError(f"the server sends more than the {self.limit:,} bytes that it may have")
 
 
-def open_fs(address: str, stall: float, redirects: Sequence[str] = ()) -> tuple[Any, str]:
+def open_fs(address: str, stall: float, redirects: Sequence[str] = (), queries: bool = False) -> tuple[Any, str]:
     """The file system of ``fsspec`` for ``address``, and the root in it.
 
     Over HTTP it contacts only the origin of the address and those in ``redirects`` ("https://cdn.example.com"). From S3
     it follows no redirects, and only the content of an object may be larger than SMALL bytes. ``stall``: an HTTP
-    request ends after this many seconds without a byte.
+    request ends after this many seconds without a byte. ``queries``: names have one, as :class:`Address` describes.
 
     Raises DataError, one line, if it is not an address, or its driver is not installed.
     """
     if "://" not in address or "::" in address:  # a chain may include a cache; reading that back proves nothing
         raise DataError(f"{address}: wanted one address, such as s3://bucket/folder or file:///mnt/folder")
     try:
-        return _open(address, stall, redirects)
+        return _open(address, stall, redirects, queries)
     except ImportError as error:
         package = getattr(error.__cause__ or error, "name", None) or "the package it names"
         raise DataError(f"{address}: its driver is not installed; pip install {package} ({error})") from None
@@ -73,13 +73,14 @@ def open_fs(address: str, stall: float, redirects: Sequence[str] = ()) -> tuple[
         raise DataError(f"{address}: not a valid address ({error}); name one like s3://bucket/folder") from None
 
 
-def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, str]:
+def _open(address: str, stall: float, redirects: Sequence[str], queries: bool) -> tuple[Any, str]:
     kind, options = address.partition("://")[0], dict[str, Any]()
     fsspec.get_filesystem_class(kind)  # first, because its message names the package to install
     if kind in ("http", "https"):
         import aiohttp
         import yarl
 
+        options["encoded"] = queries  # a signature covers the query as it is written
         allowed = {yarl.URL(place).origin() for place in (address, *redirects)}
         options["client_kwargs"] = {
             "timeout": aiohttp.ClientTimeout(total=None, sock_read=stall),  # the default is five minutes in total
@@ -90,6 +91,7 @@ def _open(address: str, stall: float, redirects: Sequence[str]) -> tuple[Any, st
     elif kind in ("s3", "s3a"):
         from data_prep.s3 import S3_BLOCK_BYTES, BoundedSession
 
+        options["version_aware"] = queries  # or s3fs would ignore the version
         options["default_block_size"] = S3_BLOCK_BYTES
         options["config_kwargs"] = {"http_session_cls": BoundedSession}
     fs, root = fsspec.core.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True, **options)

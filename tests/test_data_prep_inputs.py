@@ -13,6 +13,7 @@ import pytest
 
 from data_prep import inputs
 from data_prep.__main__ import main
+from data_prep.addresses import read_address
 from data_prep.errors import DataError, shortage
 from data_prep.inputs import expand, find_inputs
 from tests.helpers.corpora import contents, write_tokenizer
@@ -208,3 +209,89 @@ def test_an_error_in_its_own_chain_of_causes_is_no_shortage() -> None:
     first, second = OSError("a"), OSError("b")
     first.__cause__, second.__cause__ = second, first
     assert shortage(first) == ""
+
+
+# ---- queries -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "lasting"),
+    [
+        ("https://h/d/a.txt", ("https://h/d", "a.txt", ""), "https://h/d/a.txt"),
+        ("https://h/d/a.txt?", ("https://h/d", "a.txt", "?"), "https://h/d/a.txt"),
+        ("https://h/a.txt?x=a/b.tar", ("https://h", "a.txt", "?x=a/b.tar"), "https://h/a.txt?x=a/b.tar"),
+        ("https://h/a.txt?b=1&X-Amz-Date=2&c", ("https://h", "a.txt", "?b=1&X-Amz-Date=2&c"), "https://h/a.txt?b=1&c"),
+        ("https://h/a.txt?sv=1&sig=2&size=3", ("https://h", "a.txt", "?sv=1&sig=2&size=3"), "https://h/a.txt?size=3"),
+        ("s3://b/a?.txt", ("s3://b", "a?.txt", ""), "s3://b/a?.txt"),
+        ("s3://b/a.txt?versionId=v", ("s3://b", "a.txt", "?versionId=v"), "s3://b/a.txt?versionId=v"),
+        ("gs://b/why?.txt", ("gs://b", "why?.txt", ""), "gs://b/why?.txt"),
+    ],
+)
+def test_an_address_has_parts(text: str, parts: tuple[str, str, str], lasting: str) -> None:
+    address = read_address(text)
+    assert ((address.folder, address.name, address.query), address.lasting) == (parts, lasting)
+    assert address.shown == text.partition("?")[0] + ("?…" if "?" in text else "")
+
+
+def test_a_space_does_not_end_a_secret() -> None:
+    assert read_address("https://h/a b.txt?sig=c d").shown == "https://h/a b.txt?…"
+
+
+def test_a_file_is_fetched_once_however_often_its_address_is_signed(
+    s3: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, key = boto3.client("s3"), {"Bucket": BUCKET, "Key": f"set/{NAMES[0]}"}
+    signed = [client.generate_presigned_url("get_object", key, seconds) for seconds in (600, 700)]
+    assert signed[0] != signed[1] and "Signature=" in signed[0]
+    found = {find_inputs([address], tmp_path / "copies")[0] for address in signed}
+    [copy] = (path for path in (tmp_path / "copies").rglob("*") if path.is_file())
+    assert found == {copy} and copy.name == NAMES[0] and copy.read_bytes() == (folder / NAMES[0]).read_bytes()
+
+
+def test_a_version_of_an_object_is_not_the_newest(s3: str, tmp_path: Path) -> None:
+    client = boto3.client("s3")
+    client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})
+    old, _ = (client.put_object(Bucket=BUCKET, Key="a.txt", Body=text)["VersionId"] for text in (b"old", b"new"))
+    place = f"s3://{BUCKET}/a.txt"
+    paths = find_inputs([f"{place}?versionId={old}", place], tmp_path)
+    assert [path.read_bytes() for path in paths] == [b"old", b"new"]
+    assert refusal(f"{place}?X-Amz-Signature=s", downloads=tmp_path) == (
+        f"input {place}?…: only https:// addresses have a query; an s3:// one may end in ?versionId=…"
+    )
+
+
+SECRET = "sig=c2VjcmV0%2F%20/%2B.txt"
+
+
+def test_a_query_is_sent_as_written_and_kept_nowhere(
+    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", [*"abcdefg", "."])
+    address = f"{server.address}/{NAMES[0]}?{SECRET}"
+    command = ["build", "--input", address, "--tokenizer", str(tokenizer), "--processes", "1"]
+    command += ["--out", str(tmp_path / "out"), "--sequence-length", "32", "--downloads", str(tmp_path / "copies")]
+    assert main(command) == 0
+    assert set(server.queries) == {SECRET}
+    assert "sig=" not in "".join(capfd.readouterr())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"c2VjcmV0" in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("name", "faults", "said"),
+    [
+        (NAMES[0], ["forbidden"] * 3, "ClientResponseError: 403"),
+        (NAMES[0], ["busy"] * 99, "failed 5 times, last with"),
+        (NAMES[0], ["redirect"] * 99, "the server redirects to"),
+        (NAMES[0], ["endless"] * 99, "does not say its size"),
+        ("part-07.tar", [], "does not exist"),
+        ("a.zip", [], "is not a text file"),
+        ("", [], "names no file"),
+        ("a b.txt", [], "it contains a space; with a query, write %20 instead"),
+        ("part-{3..1}.tar", [], "the range counts down"),
+    ],
+)
+def test_a_query_is_never_printed(server: Server, tmp_path: Path, name: str, faults: list[str], said: str) -> None:
+    server.faults, server.elsewhere = {name: faults}, "http://127.0.0.1:9/?sig=c2VjcmV0"
+    found = refusal(f"{server.address}/{name}?{SECRET}", downloads=tmp_path)
+    assert said in found and f"{server.address}/{name}?…" in found
+    assert "sig=" not in found and "c2VjcmV0" not in found

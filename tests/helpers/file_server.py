@@ -47,6 +47,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
         self.folder = folder
         self.gets = list[str]()  # names, in the order of the requests
+        self.queries = list[str]()  # of the requests; empty if an address has none
         self.faults = dict[str, list[str]]()
         self.sent = 0  # bytes of endless answers and of answers that are not the file
         self.elsewhere = ""  # where redirects go
@@ -70,8 +71,10 @@ class Handler(SimpleHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        name = self.path.partition("?")[0].rsplit("/", 1)[-1]
+        place, _, query = self.path.partition("?")
+        name = place.rsplit("/", 1)[-1]
         self.server.gets.append(name)
+        self.server.queries.append(query)
         faults = self.server.faults.get(name, [])
         fault = faults.pop(0) if faults else "none"
         path = Path(self.translate_path(self.path))
