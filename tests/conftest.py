@@ -21,6 +21,7 @@ from data_prep.draws import bits
 from data_prep.manifest import load_manifest
 from data_prep.settings import make_settings
 from data_prep.vocab import train_tokenizer
+from tests.helpers.corpora import write_corpus
 from tests.helpers.file_server import Server
 from trainer.data import remote
 from trainer.model.bert import ModelConfig
@@ -56,6 +57,21 @@ def tiny_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_shards(tiny_shards: Path, tmp_path: Path) -> Path:
     """A copy of ``tiny_shards`` that a test may damage."""
     return Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+
+
+@pytest.fixture(scope="session")
+def five_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of five shards, the first four of 14 samples; no word occurs twice. Read only: see ``own_five``."""
+    folder = tmp_path_factory.mktemp("five")
+    text, tokenizer = write_corpus(folder, [20] * 10, 8)
+    build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=14), 1)
+    return folder / "out"
+
+
+@pytest.fixture
+def own_five(five_shards: Path, tmp_path: Path) -> Path:
+    """A copy of ``five_shards`` that a test may damage."""
+    return Path(shutil.copytree(five_shards, tmp_path / "shards"))
 
 
 @pytest.fixture

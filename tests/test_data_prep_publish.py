@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +16,12 @@ import webdataset
 from fsspec.implementations.local import LocalFileSystem
 
 from data_prep import publish as module
-from data_prep.build import build
 from data_prep.errors import CopyError, DataError
 from data_prep.manifest import MANIFEST, load_manifest
 from data_prep.publish import publish
 from data_prep.retries import LONGEST_REASON, shown
-from data_prep.settings import make_settings
 from data_prep.verify import verify, verify_published
-from tests.helpers.corpora import contents, read_samples, write_corpus
+from tests.helpers.corpora import contents, read_samples
 from tests.helpers.s3 import serving, sign_in
 
 BUCKET = "bucket"
@@ -52,21 +49,6 @@ class Flaky(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
                 raise PermissionError("not yours")
             case "full":
                 raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of at least four shards."""
-    folder = tmp_path_factory.mktemp("whole")
-    text, tokenizer = write_corpus(folder, [12] * 8, 8)
-    build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=9), 1)
-    return folder / "out"
-
-
-@pytest.fixture
-def data(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the data set that a test may damage."""
-    return Path(shutil.copytree(whole, tmp_path / "data"))
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +90,17 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_all_of_it_gets_there_once(whole: Path, s3: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    done = publish(whole, f"s3://{BUCKET}/sets/first/", 3)
-    expected = contents(whole)
+def test_all_of_it_gets_there_once(five_shards: Path, s3: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    done = publish(five_shards, f"s3://{BUCKET}/sets/first/", 3)
+    expected = contents(five_shards)
     assert objects(s3) == {f"sets/first/{name}": content for name, content in expected.items()}
     assert (done.files, done.bytes) == (done.sent, done.sent_bytes)
     assert (done.files, done.bytes) == (len(expected), sum(map(len, expected.values())))
     assert "published" in capfd.readouterr().err
-    again = publish(whole, f"s3://{BUCKET}/sets/first", 2)
+    again = publish(five_shards, f"s3://{BUCKET}/sets/first", 2)
     assert (again.files, again.sent, again.sent_bytes) == (done.files, 0, 0)
-    assert_stock_webdataset_reads_it(whole, s3, "sets/first")
-    assert verify_published(f"s3://{BUCKET}/sets/first", stock=True) == ([], load_manifest(whole).counts.samples)
+    assert_stock_webdataset_reads_it(five_shards, s3, "sets/first")
+    assert verify_published(f"s3://{BUCKET}/sets/first", stock=True) == ([], load_manifest(five_shards).counts.samples)
 
 
 def assert_stock_webdataset_reads_it(whole: Path, s3: Any, folder: str) -> None:
@@ -133,20 +115,20 @@ def assert_stock_webdataset_reads_it(whole: Path, s3: Any, folder: str) -> None:
         assert np.array_equal(numbers[4 : 4 + len(sample.ids)], sample.ids)
 
 
-def test_an_interrupted_upload_is_no_data_set_and_goes_on(data: Path, whole: Path, s3: Any) -> None:
-    flip(data / "shard-00003.tar")
+def test_an_interrupted_upload_is_no_data_set_and_goes_on(own_five: Path, five_shards: Path, s3: Any) -> None:
+    flip(own_five / "shard-00003.tar")
     with pytest.raises(DataError, match=r"shard-00003\.tar: not the file in the manifest"):
-        publish(data, f"s3://{BUCKET}/set", 1)
+        publish(own_five, f"s3://{BUCKET}/set", 1)
     before = objects(s3)
     assert {"set/shard-00000.tar", "set/shard-00002.idx.npy"} <= set(before)
     assert f"set/{MANIFEST}" not in before and "set/shard-00003.tar" not in before
-    done = publish(whole, f"s3://{BUCKET}/set", 2)
+    done = publish(five_shards, f"s3://{BUCKET}/set", 2)
     assert done.sent == done.files - len(before) > 0
     assert len(objects(s3)) == done.files
 
 
-def test_damaged_objects_are_found_and_sent_again(whole: Path, s3: Any) -> None:
-    good = {f"set/{name}": content for name, content in contents(whole).items()}
+def test_damaged_objects_are_found_and_sent_again(five_shards: Path, s3: Any) -> None:
+    good = {f"set/{name}": content for name, content in contents(five_shards).items()}
     for key, content in good.items():
         s3.put_object(Bucket=BUCKET, Key=key, Body=content)
     tars = [good[f"set/shard-0000{number}.tar"] for number in range(3)]
@@ -161,58 +143,58 @@ def test_damaged_objects_are_found_and_sent_again(whole: Path, s3: Any) -> None:
     for name, content in damaged.items():
         s3.put_object(Bucket=BUCKET, Key=f"set/{name}", Body=content)
     s3.delete_object(Bucket=BUCKET, Key="set/shard-00003.tar")
-    done = publish(whole, f"s3://{BUCKET}/set", 2)
+    done = publish(five_shards, f"s3://{BUCKET}/set", 2)
     assert objects(s3) == good and done.sent == len(damaged) + 1
     assert done.sent_bytes == sum(len(good[f"set/{name}"]) for name in [*damaged, "shard-00003.tar"])
 
 
-def test_what_others_put_there_is_refused(whole: Path, data: Path, s3: Any) -> None:
+def test_what_others_put_there_is_refused(five_shards: Path, own_five: Path, s3: Any) -> None:
     s3.put_object(Bucket=BUCKET, Key="below/other/shard-00000.tar", Body=b"a data set in a folder further down")
     s3.put_object(Bucket=BUCKET, Key="below/README", Body=b"no shard")
-    publish(whole, f"s3://{BUCKET}/below", 2)
+    publish(five_shards, f"s3://{BUCKET}/below", 2)
     s3.put_object(Bucket=BUCKET, Key="below/shard-00099.tar", Body=b"?")
     with pytest.raises(DataError, match=r"holds shard-00099\.tar, not named by"):
-        publish(whole, f"s3://{BUCKET}/below", 2)
-    (data / MANIFEST).write_bytes((data / MANIFEST).read_bytes() + b"\n")
+        publish(five_shards, f"s3://{BUCKET}/below", 2)
+    (own_five / MANIFEST).write_bytes((own_five / MANIFEST).read_bytes() + b"\n")
     before = objects(s3)
     with pytest.raises(DataError, match="holds another data set"):
-        publish(data, f"s3://{BUCKET}/below", 2)
+        publish(own_five, f"s3://{BUCKET}/below", 2)
     assert objects(s3) == before
 
 
-def test_a_folder_is_a_place_too(whole: Path, tmp_path: Path) -> None:
-    done = publish(whole, f"file://{tmp_path}/deep/down", 2)
-    assert contents(tmp_path / "deep/down") == contents(whole)
+def test_a_folder_is_a_place_too(five_shards: Path, tmp_path: Path) -> None:
+    done = publish(five_shards, f"file://{tmp_path}/deep/down", 2)
+    assert contents(tmp_path / "deep/down") == contents(five_shards)
     assert verify(tmp_path / "deep/down", full=True) == [] and done.sent == done.files
-    assert publish(whole, f"file://{whole}", 2).sent == 0
+    assert publish(five_shards, f"file://{five_shards}", 2).sent == 0
 
 
-def test_half_a_file_is_never_seen_under_its_name(whole: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
+def test_half_a_file_is_never_seen_under_its_name(five_shards: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
     again = r"shard-00000\.idx\.npy: failed 3 times, last with ConnectionResetError"
     for faults, problem in ((["cut", "cut", "cut", "none"], again), (["forbid"], "PermissionError")):
         flaky.faults[:] = faults  # here, for the thread may send another file before a failure stops it
         with pytest.raises(CopyError if problem == again else DataError, match=problem):
-            publish(whole, f"flaky://{tmp_path}/there", 1)
+            publish(five_shards, f"flaky://{tmp_path}/there", 1)
         for path, content in contents(tmp_path / "there").items():
-            assert path.endswith(".tmp") or content == (whole / path).read_bytes()
-    publish(whole, f"flaky://{tmp_path}/there", 1)
-    assert contents(tmp_path / "there") == contents(whole)
+            assert path.endswith(".tmp") or content == (five_shards / path).read_bytes()
+    publish(five_shards, f"flaky://{tmp_path}/there", 1)
+    assert contents(tmp_path / "there") == contents(five_shards)
 
 
-def test_what_fails_for_a_while_is_sent_again(whole: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
+def test_what_fails_for_a_while_is_sent_again(five_shards: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
     flaky.faults += ["flip", "cut", "none", "flip"]
-    done = publish(whole, f"flaky://{tmp_path}/there", 1)
-    assert contents(tmp_path / "there") == contents(whole) and done.sent == done.files and not flaky.faults
+    done = publish(five_shards, f"flaky://{tmp_path}/there", 1)
+    assert contents(tmp_path / "there") == contents(five_shards) and done.sent == done.files and not flaky.faults
     flip(tmp_path / "there/shard-00002.tar")
     flaky.faults += ["flip"] * 3
     with pytest.raises(DataError, match=r"shard-00002\.tar: failed 3 times.*read back"):
-        publish(whole, f"flaky://{tmp_path}/there", 1)
+        publish(five_shards, f"flaky://{tmp_path}/there", 1)
 
 
-def test_a_full_place_is_not_tried_again(whole: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
+def test_a_full_place_is_not_tried_again(five_shards: Path, tmp_path: Path, flaky: type[Flaky]) -> None:
     flaky.faults += ["full"]  # another attempt would do
     with pytest.raises(DataError, match="No space left on device; check the URL, credentials, permissions"):
-        publish(whole, f"flaky://{tmp_path}/there", 1)
+        publish(five_shards, f"flaky://{tmp_path}/there", 1)
 
 
 @pytest.mark.parametrize(
@@ -226,20 +208,20 @@ def test_a_full_place_is_not_tried_again(whole: Path, tmp_path: Path, flaky: typ
         ("s3://absent/folder", "bucket does not exist"),
     ],
 )
-def test_a_bad_place_costs_one_line(whole: Path, s3: Any, url: str, problem: str) -> None:
+def test_a_bad_place_costs_one_line(five_shards: Path, s3: Any, url: str, problem: str) -> None:
     with pytest.raises(DataError, match=problem) as raised:
-        publish(whole, url, 1)
+        publish(five_shards, url, 1)
     assert "\n" not in str(raised.value) and url in str(raised.value)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/set", "https://host/set"])
-def test_a_web_server_is_no_place_to_send_to(whole: Path, url: str) -> None:
+def test_a_web_server_is_no_place_to_send_to(five_shards: Path, url: str) -> None:
     with pytest.raises(DataError, match=f"^{url}: not writable; publish to the disk or object store"):
-        publish(whole, url, 1)
+        publish(five_shards, url, 1)
 
 
 def test_only_files_of_the_right_size_are_read_back(
-    whole: Path, tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+    five_shards: Path, tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that others put there may have any size."""
     opened = list[str]()
@@ -248,18 +230,18 @@ def test_only_files_of_the_right_size_are_read_back(
     with (tmp_path / "there" / MANIFEST).open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(DataError, match="holds another data set"):
-        publish(whole, f"flaky://{tmp_path}/there", 1)
+        publish(five_shards, f"flaky://{tmp_path}/there", 1)
     assert not opened
 
 
 def test_what_no_reader_would_take_is_not_published(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    five_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SMALL_FILE_BYTES", 1000)
     with pytest.raises(
         DataError, match=r"^not published, .*manifest.json has .* bytes: no reader takes more than 1,000"
     ):
-        publish(whole, f"file://{tmp_path}/there", 1)
+        publish(five_shards, f"file://{tmp_path}/there", 1)
     assert not (tmp_path / "there").exists()
 
 
@@ -269,7 +251,7 @@ def test_what_a_server_says_is_cut_short() -> None:
 
 
 def test_missing_credentials_cost_one_line(
-    whole: Path, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    five_shards: Path, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -277,12 +259,12 @@ def test_missing_credentials_cost_one_line(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server)
     with pytest.raises(DataError, match="NoCredentialsError: .*; check the URL, credentials") as raised:
-        publish(whole, f"s3://{BUCKET}/set", 1)
+        publish(five_shards, f"s3://{BUCKET}/set", 1)
     assert "\n" not in str(raised.value)
 
 
-def test_a_damaged_data_set_stays_at_home(data: Path, tmp_path: Path) -> None:
-    (data / "shard-00001.tar").unlink()
+def test_a_damaged_data_set_stays_at_home(own_five: Path, tmp_path: Path) -> None:
+    (own_five / "shard-00001.tar").unlink()
     with pytest.raises(DataError, match=r"is damaged: .*shard-00001\.tar missing"):
-        publish(data, f"file://{tmp_path}/there", 1)
+        publish(own_five, f"file://{tmp_path}/there", 1)
     assert not (tmp_path / "there").exists()

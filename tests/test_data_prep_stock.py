@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,14 +16,11 @@ from webdataset import autodecode
 
 from data_prep import published
 from data_prep.__main__ import BAD_INPUT, FAILED, main
-from data_prep.build import build
 from data_prep.errors import CopyError, DataError
 from data_prep.manifest import ShardRecord, file_sha256, load_manifest
-from data_prep.settings import make_settings
 from data_prep.shards import NO_PAIR, Column, Sample, index_path, tar_path, write_shard
 from data_prep.stock import compare
 from data_prep.verify import measure_shard, verify, verify_published
-from tests.helpers.corpora import write_corpus
 from tests.helpers.file_server import Server
 
 ROOM = 1024  # bytes of a sample in these tars: its header and its data take a block each
@@ -32,26 +28,11 @@ NAME, TYPE, DATA = 0, 156, 512 + 140  # in a sample's bytes
 SECOND = "shard-00001"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of five shards, the first four of 14 samples."""
-    folder = tmp_path_factory.mktemp("whole")
-    text, tokenizer = write_corpus(folder, [20] * 10, 8)
-    build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=14), 1)
-    return folder / "out"
-
-
 @pytest.fixture
-def data(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the data set that a test may damage."""
-    return shutil.copytree(whole, tmp_path / "data")
-
-
-@pytest.fixture
-def remote(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """``data`` over HTTP; retries do not wait."""
+def remote(own_five: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """``own_five`` over HTTP; retries do not wait."""
     monkeypatch.setattr(published, "WAITS", (0, 0))
-    running = Server(data)
+    running = Server(own_five)
     yield running
     running.stop()
 
@@ -75,13 +56,13 @@ def rename(folder: Path, row: int, name: bytes) -> None:
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_whole_data_set_is_the_same_for_webdataset(
-    whole: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ranks: str
+    five_shards: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ranks: str
 ) -> None:
     """The variables of a launcher do not matter, although the library reads them."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", ranks)
-    samples = load_manifest(whole).counts.samples
-    assert main(["verify", "--stock", str(whole)]) == 0
+    samples = load_manifest(five_shards).counts.samples
+    assert main(["verify", "--stock", str(five_shards)]) == 0
     said = capfd.readouterr()
     assert f"complete, {samples} samples, the same for webdataset 1." in said.out
     assert said.err.startswith(f"data_prep: compared {samples} samples in ")
@@ -129,28 +110,28 @@ def test_every_kind_of_sample_is_the_same(tmp_path: Path, dtype: str, single: bo
     ],
 )
 def test_a_shard_that_others_cannot_read_is_named_with_its_sample(
-    data: Path, damage: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
+    own_five: Path, damage: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Our own reader does not look at tar headers, except with --full. The other shards are compared as well."""
-    damage(data)
-    tar_path(data, "shard-00003").unlink()
-    assert len(verify(data)) == 1
-    first, second = verify(data, stock=True)
-    assert first.startswith(f"{tar_path(data, SECOND)}: {said}")
+    damage(own_five)
+    tar_path(own_five, "shard-00003").unlink()
+    assert len(verify(own_five)) == 1
+    first, second = verify(own_five, stock=True)
+    assert first.startswith(f"{tar_path(own_five, SECOND)}: {said}")
     assert "shard-00003.tar missing" in second and "\n" not in first
-    assert main(["verify", "--stock", str(data)]) == 2
+    assert main(["verify", "--stock", str(own_five)]) == 2
     assert f"data_prep: error: {first}\n" in capsys.readouterr().err
 
 
-def test_a_sample_after_the_last_one_is_named(data: Path) -> None:
+def test_a_sample_after_the_last_one_is_named(own_five: Path) -> None:
     """Others would train on it: it replaces the end of the tar, so the size is the same."""
-    size = tar_path(data, SECOND).stat().st_size
-    member = tar_path(data, SECOND).read_bytes()[:ROOM]
-    overwrite(data, size - ROOM, member)
-    rename(data, size // ROOM - 1, b"000000000099.npy")
-    [problem] = verify(data, stock=True)
+    size = tar_path(own_five, SECOND).stat().st_size
+    member = tar_path(own_five, SECOND).read_bytes()[:ROOM]
+    overwrite(own_five, size - ROOM, member)
+    rename(own_five, size // ROOM - 1, b"000000000099.npy")
+    [problem] = verify(own_five, stock=True)
     said = "webdataset reads a sample that is not in the index: 000000000099: npy of "
-    assert problem.startswith(f"{tar_path(data, SECOND)}: {said}")
+    assert problem.startswith(f"{tar_path(own_five, SECOND)}: {said}")
 
 
 @pytest.mark.parametrize(
@@ -164,13 +145,13 @@ def test_a_sample_after_the_last_one_is_named(data: Path) -> None:
     ],
 )
 def test_a_difference_is_named_with_its_field(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], said: str
+    five_shards: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], said: str
 ) -> None:
     """The stock decoder is made to err at one sample of the second shard."""
     decode, count = autodecode.decoders["npy"], iter(range(10**6))
     monkeypatch.setitem(autodecode.decoders, "npy", lambda data: (change if next(count) == 16 else id_)(decode(data)))
-    [problem] = verify(whole, stock=True)
-    place = f"{tar_path(whole, SECOND)}: sample 000000000016 is not the same for webdataset: "
+    [problem] = verify(five_shards, stock=True)
+    place = f"{tar_path(five_shards, SECOND)}: sample 000000000016 is not the same for webdataset: "
     assert problem.startswith(place + said) and "\n" not in problem
 
 
@@ -178,39 +159,43 @@ def id_(array: Any) -> Any:
     return array
 
 
-def test_a_decoder_that_fails_is_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_fails_is_named(five_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(autodecode.decoders, "npy", raises(ValueError("not mine\nat all")))
-    problems = verify(whole, stock=True)
+    problems = verify(five_shards, stock=True)
     assert len(problems) == 5
     assert problems[1].endswith("webdataset cannot decode sample 000000000014 (ValueError: not mine at all)")
 
 
-def test_an_index_that_leads_elsewhere_is_named(data: Path) -> None:
-    record = load_manifest(data).shards[1]
-    path = index_path(data, SECOND)
+def test_an_index_that_leads_elsewhere_is_named(own_five: Path) -> None:
+    record = load_manifest(own_five).shards[1]
+    path = index_path(own_five, SECOND)
     index = np.load(path)
     index[3, Column.OFFSET] += ROOM
     np.save(path, index)
     with pytest.raises(DataError, match=r"shard-00001.tar: no sample at offset 4608, where its index has one"):
-        compare(data, replace(record, index_sha256=file_sha256(path)), 14)
+        compare(own_five, replace(record, index_sha256=file_sha256(path)), 14)
 
 
 def test_without_the_library_one_line_says_what_to_install(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    five_shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "webdataset", None)
-    assert main(["verify", "--stock", str(whole)]) == 2
+    assert main(["verify", "--stock", str(five_shards)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("data_prep: error: webdataset is not installed (")
     assert line.endswith('): pip install "webdataset>=1.0.2"')
-    assert main(["verify", str(whole)]) == 0
+    assert main(["verify", str(five_shards)]) == 0
 
 
 # ---- published data sets -------------------------------------------------------------------------------------
 
 
 def test_a_published_data_set_is_verified_shard_by_shard(
-    whole: Path, remote: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    five_shards: Path,
+    remote: Server,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "copies"))
     (tmp_path / "copies").mkdir()
@@ -223,16 +208,16 @@ def test_a_published_data_set_is_verified_shard_by_shard(
     monkeypatch.setattr("data_prep.verify.compare", counted)
     remote.faults["shard-00002.tar"] = ["busy", "cut"]
     assert main(["verify", "--stock", f"{remote.address}/"]) == 0
-    samples = load_manifest(whole).counts.samples
+    samples = load_manifest(five_shards).counts.samples
     assert f"{remote.address}/: complete, {samples} samples, the same" in capsys.readouterr().out
     assert most == [1] * 5 and not list((tmp_path / "copies").iterdir())
     assert verify_published(remote.address) == ([], samples)
 
 
-def test_damage_at_an_address_is_named(remote: Server, data: Path) -> None:
-    tar_path(data, "shard-00000").write_bytes(tar_path(data, "shard-00004").read_bytes())
-    rename(data, 2, b"000000000099.npy")
-    index_path(data, "shard-00002").unlink()
+def test_damage_at_an_address_is_named(remote: Server, own_five: Path) -> None:
+    tar_path(own_five, "shard-00000").write_bytes(tar_path(own_five, "shard-00004").read_bytes())
+    rename(own_five, 2, b"000000000099.npy")
+    index_path(own_five, "shard-00002").unlink()
     remote.faults["shard-00003.tar"] = ["endless"]
     problems, _ = verify_published(remote.address, stock=True)
     expected = (
@@ -277,9 +262,9 @@ def raises(error: Exception) -> Callable[..., None]:
 
 
 def test_what_is_no_published_data_set_costs_one_line(
-    remote: Server, data: Path, capsys: pytest.CaptureFixture[str]
+    remote: Server, own_five: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (data / "manifest.json").write_text("{}")
+    (own_five / "manifest.json").write_text("{}")
     assert main(["verify", remote.address, f"{remote.address}/none", "nowhere://host/set"]) == 2
     first, second, third = capsys.readouterr().err.splitlines()
     assert f"error: {remote.address}/manifest.json: wanted format lambert-shards" in first

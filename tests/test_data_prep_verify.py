@@ -18,21 +18,6 @@ from data_prep.verify import verify
 from tests.helpers.corpora import write_corpus
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of five shards."""
-    folder = tmp_path_factory.mktemp("whole")
-    text, tokenizer = write_corpus(folder, [20] * 10, 8)
-    build([text], tokenizer, folder / "out", make_settings(32, samples_per_shard=14), 1)
-    return folder / "out"
-
-
-@pytest.fixture
-def data(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the data set that a test may damage."""
-    return shutil.copytree(whole, tmp_path / "data")
-
-
 def flip(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1
@@ -51,27 +36,27 @@ def test_a_data_set_from_before_the_tokenizer_held_the_cleaning_is_whole(
     assert settings["tokenizer_class"] == "BertTokenizer" and "model_input_names" not in settings
 
 
-def test_a_whole_data_set_has_no_problems(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(load_manifest(whole).shards) >= 5
-    assert verify(whole) == verify(whole, full=True) == []
-    assert main(["verify", str(whole), "--full"]) == 0
-    assert main(["inspect", str(whole), "--samples", "2"]) == 0
+def test_a_whole_data_set_has_no_problems(five_shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(load_manifest(five_shards).shards) >= 5
+    assert verify(five_shards) == verify(five_shards, full=True) == []
+    assert main(["verify", str(five_shards), "--full"]) == 0
+    assert main(["inspect", str(five_shards), "--samples", "2"]) == 0
     output = capsys.readouterr().out
     assert "complete" in output and ">[MASK]}" in output and "[CLS]" in output
 
 
-def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (data / "shard-00000.tar").unlink()
-    with (data / "shard-00001.tar").open("ab") as file:
+def test_every_damage_is_named_at_once(own_five: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own_five / "shard-00000.tar").unlink()
+    with (own_five / "shard-00001.tar").open("ab") as file:
         file.truncate(2000)
-    flip(data / "shard-00002.idx.npy", -1)
-    (data / "shard-00003.tar").unlink()
-    (data / "shard-00003.tar").mkdir()
-    shutil.copy(data / "shard-00004.tar", data / "shard-00099.tar")
-    shutil.copy(data / "shard-00004.tar", data / "shard-00004.copy.tar")
-    (data / "tokenizer" / "tokenizer.json").unlink()
-    (data / "tokenizer" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nother\n")
-    assert main(["verify", str(data / "absent"), str(data)]) == 2
+    flip(own_five / "shard-00002.idx.npy", -1)
+    (own_five / "shard-00003.tar").unlink()
+    (own_five / "shard-00003.tar").mkdir()
+    shutil.copy(own_five / "shard-00004.tar", own_five / "shard-00099.tar")
+    shutil.copy(own_five / "shard-00004.tar", own_five / "shard-00004.copy.tar")
+    (own_five / "tokenizer" / "tokenizer.json").unlink()
+    (own_five / "tokenizer" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nother\n")
+    assert main(["verify", str(own_five / "absent"), str(own_five)]) == 2
     problems = capsys.readouterr().err.splitlines()
     expected = [
         "shard-00000.tar missing",
@@ -94,25 +79,25 @@ def test_every_damage_is_named_at_once(data: Path, capsys: pytest.CaptureFixture
         ("tokenizer.json", '"special": true', '"special": false'),
     ],
 )
-def test_every_file_of_the_tokenizer_is_proved(data: Path, name: str, old: str, new: str) -> None:
-    path = data / "tokenizer" / name
+def test_every_file_of_the_tokenizer_is_proved(own_five: Path, name: str, old: str, new: str) -> None:
+    path = own_five / "tokenizer" / name
     content = path.read_text()
     path.write_text(content.replace(old, new))
     for full in (False, True):
-        (problem,) = verify(data, full)
+        (problem,) = verify(own_five, full)
         assert path.read_text() != content and problem.startswith(f"{path}: not as the build wrote it")
     path.unlink()
-    assert verify(data)
+    assert verify(own_five)
 
 
-def test_another_version_of_the_library_may_write_its_file_otherwise(data: Path) -> None:
-    path = data / "tokenizer" / "tokenizer.json"
+def test_another_version_of_the_library_may_write_its_file_otherwise(own_five: Path) -> None:
+    path = own_five / "tokenizer" / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
-    assert verify(data) != []
-    manifest = json.loads((data / "manifest.json").read_text())
+    assert verify(own_five) != []
+    manifest = json.loads((own_five / "manifest.json").read_text())
     manifest["settings"]["tokenizers"] = "0.1"
-    (data / "manifest.json").write_text(json.dumps(manifest))
-    assert verify(data) == []
+    (own_five / "manifest.json").write_text(json.dumps(manifest))
+    assert verify(own_five) == []
 
 
 @pytest.mark.parametrize(
@@ -124,36 +109,36 @@ def test_another_version_of_the_library_may_write_its_file_otherwise(data: Path)
     ],
 )
 def test_a_damaged_sample_is_not_shown(
-    data: Path, capsys: pytest.CaptureFixture[str], name: str, position: int | None, problem: str
+    own_five: Path, capsys: pytest.CaptureFixture[str], name: str, position: int | None, problem: str
 ) -> None:
     if position is None:
-        (data / name).write_text((data / name).read_text().replace('"d3w7"', '"other"'))
+        (own_five / name).write_text((own_five / name).read_text().replace('"d3w7"', '"other"'))
     else:
-        flip(data / name, position)
-    assert main(["inspect", str(data), "--samples", "30"]) == 2
-    remedy = f"run verify --full {data}, which lists everything to rebuild"
-    assert capsys.readouterr().err == f"data_prep: error: {data}/{problem}{remedy}\n"
+        flip(own_five / name, position)
+    assert main(["inspect", str(own_five), "--samples", "30"]) == 2
+    remedy = f"run verify --full {own_five}, which lists everything to rebuild"
+    assert capsys.readouterr().err == f"data_prep: error: {own_five}/{problem}{remedy}\n"
 
 
 @pytest.mark.parametrize("position", [3, 600, -1500, -1])
-def test_full_finds_a_flipped_bit(data: Path, position: int) -> None:
-    flip(data / "shard-00002.tar", position)
-    assert verify(data) == []
-    (problem,) = verify(data, full=True)
+def test_full_finds_a_flipped_bit(own_five: Path, position: int) -> None:
+    flip(own_five / "shard-00002.tar", position)
+    assert verify(own_five) == []
+    (problem,) = verify(own_five, full=True)
     assert "shard-00002.tar" in problem
 
 
-def test_a_shard_of_another_build_is_found(data: Path) -> None:
+def test_a_shard_of_another_build_is_found(own_five: Path) -> None:
     for suffix in ("tar", "idx.npy"):
-        shutil.copy(data / f"shard-00001.{suffix}", data / f"shard-00002.{suffix}")
-    assert any("shard-00002" in problem for problem in verify(data))
+        shutil.copy(own_five / f"shard-00001.{suffix}", own_five / f"shard-00002.{suffix}")
+    assert any("shard-00002" in problem for problem in verify(own_five))
 
 
-def test_counts_are_checked(data: Path) -> None:
-    manifest = json.loads((data / "manifest.json").read_text())
+def test_counts_are_checked(own_five: Path) -> None:
+    manifest = json.loads((own_five / "manifest.json").read_text())
     manifest["counts"]["masked"] += 1
-    (data / "manifest.json").write_text(json.dumps(manifest))
-    (problem,) = verify(data)
+    (own_five / "manifest.json").write_text(json.dumps(manifest))
+    (problem,) = verify(own_five)
     assert "masked" in problem
 
 
@@ -170,12 +155,12 @@ def test_counts_are_checked(data: Path) -> None:
         ('{"format": "lambert-shards", "version": 2}', "wanted the fields"),
     ],
 )
-def test_a_manifest_that_is_none(data: Path, content: str | None, message: str) -> None:
-    (data / "manifest.json").unlink()
+def test_a_manifest_that_is_none(own_five: Path, content: str | None, message: str) -> None:
+    (own_five / "manifest.json").unlink()
     if content is not None:
-        (data / "manifest.json").write_text(content)
+        (own_five / "manifest.json").write_text(content)
     with pytest.raises(DataError) as error:
-        load_manifest(data)
+        load_manifest(own_five)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -204,32 +189,34 @@ def test_a_manifest_that_is_none(data: Path, content: str | None, message: str) 
         ("token_counts.file", "../x.npy", "token_counts: file '../x.npy': wanted token_counts.npy"),
     ],
 )
-def test_a_manifest_of_what_cannot_be(data: Path, place: str, value: object, message: str) -> None:
-    manifest = json.loads((data / "manifest.json").read_text())
+def test_a_manifest_of_what_cannot_be(own_five: Path, place: str, value: object, message: str) -> None:
+    manifest = json.loads((own_five / "manifest.json").read_text())
     *parents, last = place.split(".")
     at = manifest
     for part in parents:
         at = at[int(part) if part.isdigit() else part]
     at[last] = value
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    (own_five / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError) as error:
-        load_manifest(data)
+        load_manifest(own_five)
     said = str(error.value)
-    assert said.startswith(f"{data / 'manifest.json'}: ") and message in said and "\n" not in said and len(said) < 500
+    assert (
+        said.startswith(f"{own_five / 'manifest.json'}: ") and message in said and "\n" not in said and len(said) < 500
+    )
 
 
-def test_all_that_a_manifest_cannot_hold_is_said_at_once(data: Path) -> None:
-    manifest = json.loads((data / "manifest.json").read_text())
+def test_all_that_a_manifest_cannot_hold_is_said_at_once(own_five: Path) -> None:
+    manifest = json.loads((own_five / "manifest.json").read_text())
     manifest["shards"][0]["samples"] = manifest["corpus"]["tokens"] = 0
     manifest["settings"]["duplicates"] = 0
-    (data / "manifest.json").write_text(json.dumps(manifest))
+    (own_five / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError) as error:
-        load_manifest(data)
+        load_manifest(own_five)
     for said in ("--duplicates 0: wanted", "corpus: tokens 0: wanted", "shards[0]: samples 0: wanted"):
         assert said in str(error.value)
 
 
-def test_manifest_hash_stands_for_the_data(whole: Path, data: Path) -> None:
-    assert manifest_hash(whole) == manifest_hash(data)
-    flip(data / "manifest.json", 100)
-    assert manifest_hash(whole) != manifest_hash(data)
+def test_manifest_hash_stands_for_the_data(five_shards: Path, own_five: Path) -> None:
+    assert manifest_hash(five_shards) == manifest_hash(own_five)
+    flip(own_five / "manifest.json", 100)
+    assert manifest_hash(five_shards) != manifest_hash(own_five)
