@@ -136,9 +136,11 @@ def write_shard(folder: Path, name: str, first: int, samples: Iterable[Sample], 
             np.save(file, np.concatenate(rows), allow_pickle=False)
 
 
-def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """Reads a whole shard and verifies every sample in it.
+def read_shard(folder: Path, name: str, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    """Reads a whole shard and verifies every byte of its tar.
 
+    Args:
+        start: the number of its first sample.
     Returns:
         The index; is_next, int64[samples]; and the ids of all samples, concatenated.
     Raises:
@@ -158,8 +160,8 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     if len(data) != room.sum() + ARCHIVE_END:
         raise DataError(f"{path}: {len(data)} bytes, its index describes {room.sum() + ARCHIVE_END}")
-    for row, (start, length, _, _, crc) in enumerate(index.tolist()):
-        if zlib.crc32(data[start : start + length]) != crc:
+    for row, (place, length, _, _, crc) in enumerate(index.tolist()):
+        if zlib.crc32(data[place : place + length]) != crc:
             raise DataError(f"{path}: sample {row} is damaged")
     numbers = np.frombuffer(data, _dtype_of(data[TAR_BLOCK_BYTES : TAR_BLOCK_BYTES + HEADER_BYTES]))
     first = (offset + HEADER_BYTES) // numbers.itemsize  # (samples,) index of each sample's first number
@@ -174,6 +176,7 @@ def read_shard(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.i
     wrong = np.flatnonzero(last >> (n - WORD * (words - 1)))
     if len(wrong):
         raise DataError(f"{path}: sample {wrong[0]} marks tokens that it does not have")
+    _require_packed(data, index, start, path)
     return index, is_next, numbers[_spread(first + NUMBERS, n)]
 
 
@@ -186,6 +189,22 @@ def read_index(path: Path, sha256: str | None = None) -> NDArray[np.int64]:
     if not len(index):
         raise DataError(f"{path}: no index: it is empty")
     return index
+
+
+def _require_packed(data: memoryview, index: NDArray[np.int64], start: int, path: Path) -> None:
+    """Raises DataError if what is around the samples, numbered from ``start``, is not as `write_shard` writes it."""
+    blocks = np.frombuffer(data, np.uint8).reshape(-1, TAR_BLOCK_BYTES)
+    for row in range(0, len(index), ENCODED_AT_ONCE):
+        offset, size = index[row : row + ENCODED_AT_ONCE, [Column.OFFSET, Column.BYTES]].T
+        headers = _tar_headers(start + row + np.arange(len(size)), size)
+        padding = np.arange(TAR_BLOCK_BYTES) > (size[:, None] - 1) % TAR_BLOCK_BYTES
+        strange = blocks[offset // TAR_BLOCK_BYTES - 1] != headers
+        strange |= padding & (blocks[(offset + size - 1) // TAR_BLOCK_BYTES] != 0)
+        wrong = row + np.flatnonzero(strange.any(axis=1))
+        if len(wrong):
+            raise DataError(f"{path}: the tar header of sample {wrong[0]}, or what follows the sample, is damaged")
+    if any(data[-ARCHIVE_END:]):
+        raise DataError(f"{path}: the end of the tar is damaged")
 
 
 def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[memoryview, NDArray[np.int64]]:

@@ -174,7 +174,7 @@ def measured_shards(job: BuildJob, shards: int) -> Iterator[Measured]:
 
 
 def is_made(job: BuildJob, number: int) -> bool:
-    """Whether a shard and its counts are there. One that was damaged or removed since is made again."""
+    """Whether a shard and its counts are there. One that was removed since, or has another size, is made again."""
     path, name = _made_path(job, number), shard_name(number)
     if not path.exists():
         return False

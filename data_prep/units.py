@@ -29,16 +29,16 @@ def make_shard(number: int, job: BuildJob, watch: Callable[[Iterator[Sample]], I
 
     ``watch`` passes the samples on; if it raises an error, no shard is written.
     """
-    name = shard_name(number)
+    name, size = shard_name(number), job.settings.samples_per_shard
+    start = number * size
     if tar_path(job.out, name).exists():
         try:
-            return measure_shard(job.out, name, job.tokenizer.vocab_size)
+            return measure_shard(job.out, name, start, job.tokenizer.vocab_size)
         except DataError:
             pass  # damaged since it was made: make it again
     plan = job.open_plan()
-    size = job.settings.samples_per_shard
-    numbers = np.arange(number * size, min((number + 1) * size, len(plan)))
+    numbers = np.arange(start, min(start + size, len(plan)))
     pairs = plan[shuffled(numbers, len(plan), job.settings.seed, ORDER)]
-    samples = make_samples(job.open_store(), pairs, number * size, job.vocabulary, job.tokenizer.specials, job.settings)
-    write_shard(job.out, name, number * size, watch(samples), id_dtype(job.tokenizer.vocab_size))
-    return measure_shard(job.out, name, job.tokenizer.vocab_size)
+    samples = make_samples(job.open_store(), pairs, start, job.vocabulary, job.tokenizer.specials, job.settings)
+    write_shard(job.out, name, start, watch(samples), id_dtype(job.tokenizer.vocab_size))
+    return measure_shard(job.out, name, start, job.tokenizer.vocab_size)

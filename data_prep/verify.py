@@ -76,7 +76,7 @@ def _check_shards(
         problem = None
         try:
             with published.shard(record) if published else nullcontext():
-                _check_shard(folder, record, manifest.tokenizer.vocab_size, full)
+                _check_shard(folder, record, first, manifest.tokenizer.vocab_size, full)
                 if stock:
                     compare(folder, record, first)
         except CopyError:
@@ -95,12 +95,12 @@ class Measured(NamedTuple):
     length_counts: NDArray[np.int64]  # [longest + 1] number of its samples of each length
 
 
-def measure_shard(folder: Path, name: str, vocab_size: int) -> Measured:
-    """Reads a whole shard and counts its tokens and lengths.
+def measure_shard(folder: Path, name: str, start: int, vocab_size: int) -> Measured:
+    """Reads a whole shard, whose first sample is number ``start``, and counts its tokens and lengths.
 
     Raises DataError, with the shard's name, for a file that is missing, truncated or damaged.
     """
-    index, is_next, ids = read_shard(folder, name)
+    index, is_next, ids = read_shard(folder, name, start)
     path = tar_path(folder, name)
     if ids.max() >= vocab_size:
         raise DataError(f"{path}: id {ids.max()} is beyond the vocabulary of {vocab_size}")
@@ -117,7 +117,7 @@ def measure_shard(folder: Path, name: str, vocab_size: int) -> Measured:
     return Measured(record, np.bincount(ids, minlength=vocab_size), np.bincount(index[:, Column.TOKENS]))
 
 
-def _check_shard(folder: Path, record: ShardRecord, vocab_size: int, full: bool) -> None:
+def _check_shard(folder: Path, record: ShardRecord, start: int, vocab_size: int, full: bool) -> None:
     tar, index = tar_path(folder, record.name), index_path(folder, record.name)
     missing = [path.name for path in (tar, index) if not (path.is_file() and os.access(path, os.R_OK))]
     if missing:
@@ -126,7 +126,7 @@ def _check_shard(folder: Path, record: ShardRecord, vocab_size: int, full: bool)
         raise DataError(f"{tar}: {tar.stat().st_size} bytes, the manifest says {record.bytes}")
     if file_sha256(index) != record.index_sha256:
         raise DataError(f"{index}: not the index in the manifest (its sha256 differs)")
-    if full and measure_shard(folder, record.name, vocab_size).record != record:
+    if full and measure_shard(folder, record.name, start, vocab_size).record != record:
         raise DataError(f"{tar}: not the shard in the manifest (its sha256 or its counts differ)")
 
 

@@ -77,13 +77,17 @@ def test_killed_and_rerun_equals_never_killed(tmp_path: Path) -> None:
     made = {path.name: path.stat().st_ino for path in out.glob("shard-*.tar")}
     assert made and not (out / "manifest.json").exists()
     (out / "shard-00001.tar").write_bytes(b"damaged by the crash")
+    with (out / "shard-00000.tar").open("r+b") as tar:
+        tar.write(b"9")  # in the name of its first member
     (out / "shard-00009.tar.1.tmp").write_bytes(b"left by the crash")
 
     assert main(arguments) == 0
     assert main(command(text, tokenizer, tmp_path / "whole")) == 0
     assert contents(out) == contents(tmp_path / "whole")
     kept = {path.name: path.stat().st_ino for path in out.glob("shard-*.tar")}
-    assert all(kept[name] == inode for name, inode in made.items() if name != "shard-00001.tar")
+    assert all(
+        kept[name] == inode for name, inode in made.items() if name not in ("shard-00000.tar", "shard-00001.tar")
+    )
 
 
 def test_a_killed_worker_fails_the_run_at_once(tmp_path: Path) -> None:

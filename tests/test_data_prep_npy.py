@@ -97,7 +97,7 @@ def test_what_lies_in_an_indexs_place_is_named_by_all_who_read_it(
     path.write_bytes(ELSE[kind])
     for read, what in (
         (lambda: read_index(path), "no index"),
-        (lambda: read_shard(own_shards, NAME), "no index"),
+        (lambda: read_shard(own_shards, NAME, 64), "no index"),
         (
             lambda: Reader(own_shards, load_manifest(own_shards), 0, 1, None, None, "restore it").open(1),
             "not the index in the manifest",

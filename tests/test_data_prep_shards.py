@@ -64,7 +64,7 @@ def test_many_samples_of_all_lengths_lie_where_the_index_says(tmp_path: Path, dt
     samples = [sample(int(n), int(n) // 7, single=bool(n % 2), seed=i) for i, n in enumerate(lengths)]
     for data, before in zip(members(tmp_path, samples, dtype), samples, strict=True):
         assert_equal(decode_sample(data), before)
-    index, is_next, ids = read_shard(tmp_path, NAME)
+    index, is_next, ids = read_shard(tmp_path, NAME, 0)
     assert index[:, Column.TOKENS].tolist() == lengths.tolist()
     assert index[:, Column.MASKED].tolist() == (lengths // 7).tolist()
     assert is_next.tolist() == [NO_PAIR if n % 2 else 1 for n in lengths]
@@ -149,7 +149,7 @@ def test_a_split_and_a_label_that_do_not_go_together_are_refused(tmp_path: Path,
     with pytest.raises(DataError, match="no sample"):
         decode_sample(data)
     with pytest.raises(DataError, match=f"{NAME}.tar: sample 1 is not the one in the index"):
-        read_shard(tmp_path, NAME)
+        read_shard(tmp_path, NAME, 0)
 
 
 @pytest.mark.parametrize(("dtype", "n", "bit"), [("<u2", 30, 30), ("<u2", 17, 31), ("<u4", 30, 30), ("<u4", 32, 32)])
@@ -163,7 +163,7 @@ def test_a_mark_behind_the_last_token_is_found(tmp_path: Path, dtype: str, n: in
     index[0, Column.CRC32] = zlib.crc32(changed)
     np.save(beside, index)
     with pytest.raises(DataError, match=f"{NAME}.tar: sample 0 marks tokens that it does not have"):
-        read_shard(tmp_path, NAME)
+        read_shard(tmp_path, NAME, 0)
 
 
 def test_a_flipped_bit_anywhere_in_a_sample_is_found(tmp_path: Path) -> None:
@@ -173,7 +173,38 @@ def test_a_flipped_bit_anywhere_in_a_sample_is_found(tmp_path: Path) -> None:
     for position in [*range(512, 512 + 484, 9), 512 + 483]:
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(DataError, match=f"{NAME}.tar: sample 0 is damaged"):
-            read_shard(tmp_path, NAME)
+            read_shard(tmp_path, NAME, 0)
+
+
+@pytest.mark.parametrize(
+    ("position", "said"),
+    [
+        (3, "the tar header of sample 0, or"),  # a digit of its name
+        (1024 + 150, "the tar header of sample 1, or"),  # its checksum
+        (512 + 484, "the tar header of sample 0, or"),  # the first byte after its data
+        (2047, "the tar header of sample 1, or"),  # the last byte before the end
+        (2048, "the end of the tar is damaged"),
+        (-1, "the end of the tar is damaged"),
+    ],
+)
+def test_a_flipped_bit_between_samples_is_found(tmp_path: Path, position: int, said: str) -> None:
+    """Others read a tar by its headers, and the sha256 of the file is yet to be taken from it."""
+    write_shard(tmp_path, NAME, 0, [sample(seed=0), sample(seed=1)], "<u2")
+    path = tmp_path / f"{NAME}.tar"
+    content = bytearray(path.read_bytes())
+    assert len(content) == 2048 + 1024
+    read_shard(tmp_path, NAME, 0)
+    content[position] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{NAME}.tar: {said}"):
+        read_shard(tmp_path, NAME, 0)
+
+
+def test_a_shard_of_other_samples_is_found(tmp_path: Path) -> None:
+    write_shard(tmp_path, NAME, 7, [sample()], "<u2")
+    read_shard(tmp_path, NAME, 7)
+    with pytest.raises(DataError, match="the tar header of sample 0, or"):
+        read_shard(tmp_path, NAME, 0)
 
 
 def test_nothing_half_written_has_a_final_name(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_every_kind_of_sample_is_the_same(tmp_path: Path, dtype: str, single: bo
         positions = np.arange(0, n, 7, dtype=np.int32)
         samples.append(Sample(ids, split, is_next, positions, replacements[: len(positions)], draw.random(n) < 0.3))
     write_shard(tmp_path, SECOND, 70, samples, dtype)
-    record = measure_shard(tmp_path, SECOND, 2000).record
+    record = measure_shard(tmp_path, SECOND, 70, 2000).record
     compare(tmp_path, record, 70)
     with pytest.raises(DataError, match=f"{SECOND}.tar: sample 000000000071 is damaged: webdataset reads 000000000070"):
         compare(tmp_path, record, 71)
@@ -222,7 +222,7 @@ def test_damage_at_an_address_is_named(remote: Server, own_five: Path) -> None:
     problems, _ = verify_published(remote.address, stock=True)
     expected = (
         "shard-00000.tar: ",
-        "shard-00001.tar: not the shard in the manifest",
+        "shard-00001.tar: the tar header of sample 2, or what follows the sample, is damaged",
         "shard-00002.idx.npy: missing",
         "shard-00003.tar: RefusedError: the server sends more than",
     )
