@@ -191,14 +191,14 @@ def test_a_tokenizer_smaller_than_its_model_is_reported(tmp_path: Path) -> None:
     for line in reported:
         assert line.startswith(f"warning: {folder} has 20 pieces, but the model in {folder} has 22: ids from 20")
     with pytest.raises(TrainerError, match="has 20 tokens, but the model has 22"):
-        weights, model = hf_folder.read_folder(folder)
+        weights, model, _ = hf_folder.read_folder(folder)
         hf_folder.write_folder(weights, model, folder, tmp_path / "out")
 
 
 def test_pretraining_goes_on_only_with_the_same_added_tokens(tmp_path: Path) -> None:
     folder = with_tokens(tmp_path, MARKERS)
     model = replace(TINY, vocab_size=22)
-    weights, _ = hf_folder.read_folder(folder)
+    weights, _, _ = hf_folder.read_folder(folder)
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     assert fitting(folder, model, shapes, pytest.fail, folder).keys() == weights.keys()
     plain = tokenizer_folder(tmp_path / "plain")

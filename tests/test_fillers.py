@@ -165,7 +165,7 @@ def test_a_checkpoint_of_the_time_when_they_took_part_is_read(filled: Path) -> N
     out = filled / "old"
     if not out.exists():
         hf_folder.write_folder(old, model.model, filled / "tokenizer", out, proven=True)
-    weights, _ = hf_folder.read_folder(out)
+    weights, _, _ = hf_folder.read_folder(out)
     assert set(weights["decoder_bias"][SIZE : model.model.vocab_size].tolist()) == {SILENT}
 
 

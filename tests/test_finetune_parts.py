@@ -174,6 +174,15 @@ def options(model: Path, data: Path, *more: str) -> Options:
     return parse(["--task", "sst2", "--model", str(model), "--data", str(data), "--out", str(data), *more])
 
 
+def test_the_name_of_a_folder_does_not_decide_what_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("not used", "warning:"):
+        (tmp_path / name).mkdir()
+        folder = bert_folder(tmp_path / name, pooler=False)
+        monkeypatch.chdir(folder.parent.parent)
+        read_pretrained(folder.relative_to(Path.cwd()), None, pytest.fail)
+        plain_weights.load_bert(folder.relative_to(Path.cwd()), pytest.fail)
+
+
 def test_a_missing_pooler_is_reported_and_drawn_from_the_seed(tmp_path: Path) -> None:
     reported: list[str] = []
     given = read_pretrained(bert_folder(tmp_path, pooler=False), None, reported.append)

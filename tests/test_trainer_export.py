@@ -133,11 +133,11 @@ def test_the_decoder_stays_tied_and_keeps_its_bias_through_a_step_and_another_ex
         torch.optim.SGD(theirs.parameters(), lr=0.1).step()
         theirs.save_pretrained(tokenizer.parent / round_)
         torch.save(theirs.state_dict(), tokenizer.parent / round_ / "pytorch_model.bin")  # with both names of the table
-        weights, read = hf_folder.read_folder(tokenizer.parent / round_)
+        weights, read, _ = hf_folder.read_folder(tokenizer.parent / round_)
         assert read == model
         assert not torch.equal(weights["token_table"][7], trained(model)["token_table"][7])
         (tokenizer.parent / round_ / "model.safetensors").unlink()
-        pickled, _ = hf_folder.read_folder(tokenizer.parent / round_)
+        pickled, _, _ = hf_folder.read_folder(tokenizer.parent / round_)
         assert all(torch.equal(pickled[name], tensor) for name, tensor in weights.items())
         folder = tokenizer.parent / f"out-{round_}"
         assert hf_folder.write_folder(weights, read, tokenizer, folder, proven=True) is not None
@@ -158,7 +158,7 @@ def test_the_file_holds_every_parameter_in_fp32(tokenizer: Path) -> None:
 @BOTH
 def test_what_is_read_back_is_what_was_written(model: ModelConfig, tokenizer: Path) -> None:
     model = replace(model, gelu="tanh")
-    weights, read = hf_folder.read_folder(written(tokenizer, model))
+    weights, read, _ = hf_folder.read_folder(written(tokenizer, model))
     assert read == model
     expected = trained(model)
     for name in ("token_table", "decoder_bias"):
@@ -386,9 +386,9 @@ def test_damaged_and_missing_files_are_one_line(tokenizer: Path) -> None:
 def test_a_pickled_state_dict_is_read_without_running_code(tokenizer: Path) -> None:
     folder = written(tokenizer)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    expected, _ = hf_folder.read_folder(folder)
+    expected, _, _ = hf_folder.read_folder(folder)
     (folder / "model.safetensors").unlink()
-    weights, _ = hf_folder.read_folder(folder)
+    weights, _, _ = hf_folder.read_folder(folder)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 

@@ -28,13 +28,11 @@ from data_prep.errors import DataError
 from data_prep.json_text import read_json
 from data_prep.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from trainer.checkpoint.leftovers import drafts, remove, temporary
-from trainer.console import Tell, say
 from trainer.convert.hugging_face import (
     MODEL_TYPES,
     class_name,
     difference,
     from_hugging_face,
-    missing_heads,
     to_hugging_face,
     unused_names,
 )
@@ -121,11 +119,10 @@ def limit_length(folder: Path, model: ModelConfig) -> None:
     settings.write_text(json.dumps(read_json(settings) | limit, indent=2) + "\n", "utf-8")
 
 
-def read_folder(folder: Path, tell: Tell = say) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Read a Hugging Face folder: Bert's ``state_dict``, without heads that the folder lacks, and the model.
+def read_folder(folder: Path) -> tuple[dict[str, Tensor], ModelConfig, list[str]]:
+    """Read a Hugging Face folder: Bert's ``state_dict``, without heads that the folder lacks; the model; unused names.
 
-    ``tell`` receives a line about missing heads and one about unused weights. Raises TrainerError if the folder is not
-    a BERT, or a BERT that Lambert cannot compute.
+    Raises TrainerError if the folder is not a BERT, or a BERT that Lambert cannot compute.
     """
     try:
         config = read_json(folder / "config.json")
@@ -141,11 +138,7 @@ def read_folder(folder: Path, tell: Tell = say) -> tuple[dict[str, Tensor], Mode
         weights = from_hugging_face(tensors, model)
     except TrainerError as error:
         raise TrainerError(f"{folder}: {error}") from error
-    if heads := missing_heads(weights, model):
-        tell(f"{folder} has no {', no '.join(heads)}; training would start it from random values")
-    if unused := unused_names(tensors, model):
-        tell(f"{folder}: not used: {', '.join(unused)}")
-    return weights, model
+    return weights, model, unused_names(tensors, model)
 
 
 def config_of(model: ModelConfig, pad: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ metadata record the model and the tokenizer's sha256.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -42,6 +43,7 @@ class PlainWeights:
 
     tensors: dict[str, Tensor]
     model: ModelConfig | None  # None: the source does not say
+    unused: Sequence[str] = ()  # tensors of the source that Bert has no parameters for
     heads_may_lack: bool = False
     tokenizer: Path | None = None  # the folder of the tokenizer that came with the weights
     sha256: str | None = None  # of the tokenizer that they were trained with; None: the source does not say
@@ -81,6 +83,10 @@ def fitting(
     Raises TrainerError if the weights do not fit the model or the tokenizer, as :func:`start_from` does.
     """
     given = read(path, tell)
+    if given.heads_may_lack and given.model and (heads := missing_heads(given.tensors, given.model)):
+        tell(f"{path} has no {', no '.join(heads)}; training would start it from random values")
+    if given.unused:
+        tell(f"{path}: not used: {', '.join(given.unused)}")
     if tokenizer is not None:
         _require_vocabulary(path, given, tokenizer, tell)
         if "decoder_bias" in given.tensors:  # an export's bias of fillers would dominate a LAMB norm
@@ -104,9 +110,8 @@ def read(path: Path, tell: Tell) -> PlainWeights:
     """Read weights from a run, a checkpoint, a Hugging Face folder, or a file that :func:`write` wrote.
 
     A fine-tuned model's folder with its file weights.safetensors works too: it gives the encoder and the pre-training
-    heads that it has. ``tell`` receives a line about missing heads, unused weights, skipped damaged
-    checkpoints, and a tokenizer that cannot be verified. Raises TrainerError for any other path, for damage, and for
-    NaN or infinity.
+    heads that it has. ``tell`` receives a warning about skipped damaged checkpoints, and about a tokenizer that cannot
+    be verified. Raises TrainerError for any other path, for damage, and for NaN or infinity.
     """
     if path.is_dir():
         path = source(path, tell)
@@ -132,10 +137,10 @@ def source(path: Path, tell: Tell) -> Path:
 def _read_folder(path: Path, tell: Tell) -> PlainWeights:
     own = path if any((path / name).is_file() for name in ("tokenizer.json", "vocab.txt")) else None
     if (path / "config.json").is_file():
-        return PlainWeights(*read_folder(path, tell), heads_may_lack=True, tokenizer=own, sha256=_recorded_in(path))
+        return PlainWeights(*read_folder(path), heads_may_lack=True, tokenizer=own, sha256=_recorded_in(path))
     if not (path / "checkpoint.json").is_file():
         given = _read_file(path / PLAIN)
-        return PlainWeights(*_of_bert(path, given, tell), heads_may_lack=True, tokenizer=own, sha256=given.sha256)
+        return PlainWeights(*_of_bert(path, given), heads_may_lack=True, tokenizer=own, sha256=given.sha256)
     found = find(path)
     known, beside = recorded(found.record), own_folder(found)
     kept = beside if beside.is_dir() else None
@@ -154,8 +159,8 @@ def _recorded_in(path: Path) -> str | None:
         return (file.metadata() or {}).get("tokenizer")
 
 
-def _of_bert(path: Path, given: PlainWeights, tell: Tell) -> tuple[dict[str, Tensor], ModelConfig]:
-    """The weights that Bert has parameters for, and the model; the encoder must be complete."""
+def _of_bert(path: Path, given: PlainWeights) -> tuple[dict[str, Tensor], ModelConfig, list[str]]:
+    """The weights that Bert has parameters for, the model, and unused names; the encoder must be complete."""
     if given.model is None:
         raise TrainerError(f"{path / PLAIN} does not describe the model of its weights: write it again")
     with torch.device("meta"):
@@ -165,11 +170,7 @@ def _of_bert(path: Path, given: PlainWeights, tell: Tell) -> tuple[dict[str, Ten
     kept = {name: tensor for name, tensor in given.tensors.items() if name in bert}
     shapes = {name: tensor.shape for name, tensor in kept.items()}
     require_shapes(str(path), {n: s for n, s in bert.items() if n not in encoder} | shapes, bert)
-    if heads := missing_heads(kept, given.model):
-        tell(f"{path} has no {', no '.join(heads)}; training would start it from random values")
-    if unused := sorted(given.tensors.keys() - kept.keys()):
-        tell(f"{path}: not used: {', '.join(unused)}")
-    return kept, given.model
+    return kept, given.model, sorted(given.tensors.keys() - kept.keys())
 
 
 def _read_file(path: Path) -> PlainWeights:
@@ -226,11 +227,7 @@ def load_bert(path: Path, tell: Tell = silent) -> tuple[Bert, Path, list[str]]:
     the tokenizer cannot be verified or is smaller than the model. Raises TrainerError for any other path, and if the
     tokenizer is not the recorded one.
     """
-    messages: list[str] = []
-    given = read(source(path, tell) if path.is_dir() else path, messages.append)
-    for line in messages:
-        if line.startswith("warning:"):  # callers that need a missing head report it themselves
-            tell(line)
+    given = read(path, tell)
     if given.model is None or given.tokenizer is None:
         raise TrainerError(f"{path} has no tokenizer: name the folder of a run, a checkpoint or a Hugging Face BERT")
     tokenizer, rows = given.load_tokenizer(path), given.model.vocab_size

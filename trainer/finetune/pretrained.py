@@ -36,13 +36,11 @@ def read_pretrained(path: Path, tokenizer: Path | None, tell: Tell) -> Pretraine
     """Read the model of a Hugging Face folder, a run's folder, a checkpoint or a file of plain weights.
 
     Unless it is given, its tokenizer is in the same folder, or next to a run's checkpoints. ``tell`` receives what is
-    not used, and a warning if the tokenizer is smaller than the model. Raises TrainerError if anything is missing.
+    not used, and warnings about damaged checkpoints and the tokenizer. Raises TrainerError if anything is missing.
     """
-    messages: list[str] = []
-    given = read(path, messages.append)
-    for line in messages:
-        if "not used" in line or line.startswith("warning:"):  # the task needs none of the heads that are missing
-            tell(line)
+    given = read(path, tell)
+    if given.unused:
+        tell(f"{path}: not used: {', '.join(given.unused)}")
     if given.model is None:
         raise TrainerError(
             f"{path} does not say which model its weights belong to: name the folder that they come from"
