@@ -37,8 +37,8 @@ def test_each_link_is_measured_once_and_alone(hosts: list[str]) -> None:
     order = rounds(links, hosts)
     assert sorted(link for each in order for link in each) == sorted(links) and len(set(links)) == len(links)
     for each in order:
-        ends = [rank for link in each for rank in link.ends]
-        leaving = [hosts[rank] for link in each if crosses(link, hosts) for rank in link.ends]
+        ends = [rank for link in each for rank in link]
+        leaving = [hosts[rank] for link in each if crosses(link, hosts) for rank in link]
         assert len(set(ends)) == len(ends) and len(set(leaving)) == len(leaving)
 
 
@@ -289,7 +289,8 @@ def test_a_rank_that_does_not_come_ends_the_check_in_one_line() -> None:
     [
         (1, [], "trainer: error: one rank has no network: start two or more, with the run's launcher"),
         (2, ["--seconds", "0"], "trainer.preflight: error: argument --seconds: 0 must be more than 0 and at most 3600"),
-        (2, ["--timeout", "1e9"], "trainer.preflight: error: argument --timeout: 1e9 must be a whole number between 1"),
+        (2, ["--timeout", "9999"], "trainer.preflight: error: argument --timeout: 9999 must be between 1 and 3600"),
+        (2, ["--timeout", "1e9"], "trainer.preflight: error: argument --timeout: invalid int value: '1e9'"),
         (2, ["--json", "/nowhere/a.json"], "--json /nowhere/a.json: no file can be created in the folder /nowhere"),
         (2, ["--picture", "a.txt"], "--picture a.txt: wanted a file whose name ends in .png"),
         (2, ["--config", "run.yaml"], "trainer.preflight: error: unrecognized arguments: --config run.yaml"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import socket
@@ -68,39 +67,22 @@ def main(code: str) -> NoReturn:
     parser = CommandParser(prog="python -m trainer.preflight --network", description=__doc__.split("\n")[0])
     parser.add_argument("--network", action="store_true", required=True, help="measure the network")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cuda: NCCL; cpu: gloo")
-    parser.add_argument("--seconds", type=_seconds, default=15.0, help="about how long to measure (%(default)g)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="about how long to measure (%(default)g)")
     text = "how long to wait for a rank or a message (%(default)s s)"
-    parser.add_argument("--timeout", type=_timeout, default=60, metavar="SECONDS", help=text)
+    parser.add_argument("--timeout", type=int, default=60, metavar="SECONDS", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="also draw the results here")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher adds it
     options = parser.parse_args()
+    if not 0 < options.seconds <= LONGEST:
+        parser.error(f"argument --seconds: {options.seconds:g} must be more than 0 and at most {LONGEST}")
+    if not 1 <= options.timeout <= LONGEST:
+        parser.error(f"argument --timeout: {options.timeout} must be between 1 and {LONGEST}")
     world = _placed(options.device)
     guard(world, partial(_check, world, options, code))
     if world.is_main:
         say("no rank or link is slow")
     leave(DONE)
-
-
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text} must be more than 0 and at most {LONGEST}")
-    return value
-
-
-def _timeout(text: str) -> int:
-    value = _number(text)
-    if not (1 <= value <= LONGEST and value == int(value)):
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number between 1 and {LONGEST}")
-    return int(value)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _placed(device: str) -> World:
@@ -132,18 +114,16 @@ def _check(world: World, options: argparse.Namespace, code: str) -> None:
         limit_waits(2 * options.timeout)  # our own limit ends in one line; NCCL's would abort the process
     together(lambda: _check_places(options) if world.is_main else None, world)
     results = _measured(Group(world, options.timeout), options.seconds)
-    if world.is_main:
-        _print(results)
-    together(lambda: _write(results, options) if world.is_main else None, world)
-    together(lambda: _refuse(results) if world.is_main else None, world)
+    together(lambda: _report(results, options) if world.is_main else None, world)
 
 
 def _check_places(options: argparse.Namespace) -> None:
     """Raises TrainerError if a file cannot be written, before the time is spent."""
     try:
-        for name, suffix in (("json", ".json"), ("picture", ".png")):
-            if (path := getattr(options, name)) is not None:
-                check_place(f"--{name}", path, suffix)
+        if options.json is not None:
+            check_place("--json", options.json, ".json")
+        if options.picture is not None:
+            check_place("--picture", options.picture, ".png")
     except DataError as error:
         raise TrainerError(str(error)) from None
 
@@ -152,16 +132,15 @@ def _measured(group: Group, seconds: float) -> Results:
     """Measure everything in about ``seconds``; what looks slow, several times."""
     world, tell = group.world, say if group.world.is_main else silent
     places = [_read_place(text) for text in gather_texts(json.dumps(asdict(_place(world))), world)]
-    nodes = len({place.host for place in places})
+    results = Results(dist.get_backend(), places, [], {}, 0, [0.0] * world.size)
+    nodes = len(set(results.hosts))
     group.meet()
     where = "one node" if nodes == 1 else f"{nodes} nodes"
-    tell(f"{world.size} ranks on {where}, over {dist.get_backend()}: measuring for about {seconds:g} s")
-    results = Results(dist.get_backend(), places, [], {}, 0, [0.0] * world.size)
+    tell(f"{world.size} ranks on {where}, over {results.backend}: measuring for about {seconds:g} s")
     results = _with_products(results, group, tell)
     for name in COLLECTIVES:
         tell(f"measuring {name}")
-        found = time_collective(name, group, COLLECTIVES_SHARE * seconds / len(COLLECTIVES))
-        results = replace(results, timings=results.timings + found)
+        results.timings.extend(time_collective(name, group, COLLECTIVES_SHARE * seconds / len(COLLECTIVES)))
     return _with_links(results, group, seconds, tell)
 
 
@@ -202,22 +181,18 @@ def _place(world: World) -> Place:
 
 
 def _read_place(text: str) -> Place:
-    fields = json.loads(text)
-    for name in ("inside", "between"):
-        fields[name] = fields[name] and Wire(**fields[name])
-    return Place(**fields)
+    host, device, *wires = json.loads(text).values()
+    return Place(host, device, *(wire and Wire(**wire) for wire in wires))
 
 
-def _print(results: Results) -> None:
+def _report(results: Results, options: argparse.Namespace) -> None:
+    """Print the results, and write the files. Raises TrainerError with a line for each slow rank or link."""
     for line in (*report.table(results), *report.summary(results)):
         say(line)
     for warning in report.warnings(results):
         warn(warning)
     if warning := falls_to_tcp(nccl_said()):
         warn(warning)
-
-
-def _write(results: Results, options: argparse.Namespace) -> None:
     if options.json is not None:
         with replacing(options.json) as file:
             file.write((json.dumps(report.tree(results), indent=1) + "\n").encode())
@@ -225,8 +200,5 @@ def _write(results: Results, options: argparse.Namespace) -> None:
         from trainer.links.picture import draw
 
         draw(results, options.picture)
-
-
-def _refuse(results: Results) -> None:
     if found := report.problems(results):
         raise TrainerError("\n  - ".join([f"{len(found)} slow rank(s) or link(s)", *found]))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,14 +47,9 @@ class Timing:
     bytes: int  # of the whole buffer: what each rank reduces, or has after an all-gather
     seconds: float  # median on the slowest rank
 
-    @property
-    def algorithm_rate(self) -> float:
-        """Bytes per second: size / time."""
-        return self.bytes / self.seconds
-
     def bus_rate(self, ranks: int) -> float:
         """The rate in bytes per second to compare with a link's: that of the data each rank sends."""
-        return self.algorithm_rate * bus_factor(self.collective, ranks)
+        return self.bytes / self.seconds * bus_factor(self.collective, ranks)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -64,9 +60,6 @@ def bus_factor(collective: str, ranks: int) -> float:
     return (2 if collective == "all-reduce" else 1) * (ranks - 1) / ranks
 
 
-Mark = float | torch.cuda.Event
-
-
 class Group:
     """The ranks that measure together. ``limit``: seconds that one measurement may take on a GPU."""
 
@@ -74,8 +67,8 @@ class Group:
         self.world, self.limit = world, limit
         self.on_gpu = world.device.type == "cuda"
 
-    def mark(self) -> Mark:
-        """Return a point in time of the device's queue."""
+    def mark(self) -> Any:
+        """Return a point in time of the device's queue: an event on a GPU, seconds on a CPU."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -85,9 +78,7 @@ class Group:
     def wait(self, what: str) -> None:
         """Wait for the device. Raises LostError if it does not finish in time."""
         end, deadline = self.mark(), time.monotonic() + self.limit
-        if isinstance(end, float):
-            return
-        while not end.query():  # type: ignore[no-untyped-call]
+        while self.on_gpu and not end.query():
             if time.monotonic() > deadline:
                 raise LostError(f"{what} did not end in {self.limit:.0f} s: a rank is stuck, or a link is broken")
 
@@ -105,12 +96,10 @@ class Group:
         return torch.stack(rows).cpu()
 
 
-def seconds_between(first: Mark, last: Mark) -> float:
-    """The seconds between two marks, once the device has reached both."""
-    if isinstance(first, float) or isinstance(last, float):
-        assert isinstance(first, float) and isinstance(last, float)
-        return last - first
-    return float(first.elapsed_time(last)) / 1000
+def steps(marks: Sequence[Any]) -> list[float]:
+    """The seconds between each two marks, once the device has reached all."""
+    pairs = zip(marks, marks[1:], strict=False)
+    return [last - first if isinstance(first, float) else first.elapsed_time(last) / 1000 for first, last in pairs]
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------
@@ -140,24 +129,22 @@ def _prepared(collective: str, size: int, group: Group) -> tuple[Callable[[], ob
     """Run a collective once and check its result; return what repeats it, and the bytes of its buffer."""
     world = group.world
     share = math.ceil(size / (4 * world.size))  # fp32 elements of a rank
-    whole = torch.full((share * world.size,), world.rank + 1.0, device=world.device)
+    whole = torch.full((world.size * share,), world.rank + 1.0, device=world.device)
     part = torch.full((share,), world.rank + 1.0, device=world.device)
-    total = world.size * (world.size + 1) / 2
-    run: Callable[[], object]
-    if collective == "all-reduce":
-        run, result, expected = partial(dist.all_reduce, whole), whole, torch.tensor(total)
-    elif collective == "reduce-scatter":
-        run, result, expected = partial(_reduce_scatter, part, whole), part, torch.tensor(total)
-    else:
-        numbered = torch.arange(1.0, world.size + 1).repeat_interleave(share)
-        run, result, expected = partial(_all_gather, whole, part), whole, numbered
+    each = torch.arange(1.0, world.size + 1, device=world.device)[:, None]
+    operations: dict[str, tuple[Callable[[], object], Tensor, Tensor]] = {
+        "all-reduce": (partial(dist.all_reduce, whole), whole, each.sum()),
+        "reduce-scatter": (partial(_reduce_scatter, part, whole), part, each.sum()),
+        "all-gather": (partial(_all_gather, whole, part), whole.view(world.size, share), each),
+    }
+    run, result, expected = operations[collective]
     run()
-    group.wait(f"{collective} of {4 * whole.numel():,} bytes")
-    wrong = group.gather([(result != expected.to(world.device)).sum().item()])[:, 0]
+    what = f"{collective} of {4 * whole.numel():,} bytes"
+    group.wait(what)
+    wrong = group.gather([(result != expected).sum().item()])[:, 0]
     if wrong.any():
         bad = numbers(wrong.nonzero()[:, 0].tolist())
-        text = f"{collective} of {4 * whole.numel():,} bytes: wrong result on {bad}: a link or a GPU is broken"
-        raise TrainerError(text if world.is_main else "")
+        raise TrainerError(f"{what}: wrong result on {bad}: a link or a GPU is broken" if world.is_main else "")
     whole.zero_()  # repeated sums stay finite
     part.zero_()
     return run, 4 * whole.numel()
@@ -173,7 +160,7 @@ def _median_seconds(run: Callable[[], object], group: Group, budget: float, what
             run()
         last = group.mark()
         group.wait(what)
-        return seconds_between(first, last) / repeats
+        return steps([first, last])[0] / repeats
 
     once = float(group.gather([measure(WARM_UPS)]).max())
     repeats = min(MOST_REPEATS, max(1, int(budget / (TRIES * once))))
@@ -199,7 +186,7 @@ def time_links(rounds: Sequence[Sequence[Route]], size: int, group: Group) -> di
     for each in rounds:
         group.meet()
         for link in each:
-            if world.rank in link.ends:
+            if world.rank in link:
                 try:
                     found[links.index(link)] = torch.tensor(_time_link(link, data, group), dtype=torch.float64)
                 except RuntimeError as error:
@@ -218,7 +205,7 @@ def _time_link(link: Route, data: Tensor, group: Group) -> tuple[float, float]:
     receives = group.world.rank == link.receiver
     peer = link.sender if receives else link.receiver
     small = data[: SMALL_BYTES // 4]
-    marks, echoes = [], []
+    marks, echoes = list[Any](), list[Any]()
     for _ in range(TRIES + 1):
         _pass_on(data, peer, receives)
         marks.append(group.mark())
@@ -229,7 +216,7 @@ def _time_link(link: Route, data: Tensor, group: Group) -> tuple[float, float]:
     group.wait(f"the link from rank {link.sender} to rank {link.receiver}")
     if not receives:
         return 0.0, 0.0
-    return 4 * data.numel() / min(_steps(marks)), median(_steps(echoes)) / 2
+    return 4 * data.numel() / min(steps(marks)), median(steps(echoes)) / 2
 
 
 def _pass_on(data: Tensor, peer: int, receives: bool) -> None:
@@ -237,10 +224,6 @@ def _pass_on(data: Tensor, peer: int, receives: bool) -> None:
     # in a batch, NCCL uses the communicator of all ranks and need not create one for each pair
     for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv if receives else dist.isend, data, peer)]):
         work.wait()
-
-
-def _steps(marks: Sequence[Mark]) -> list[float]:
-    return [seconds_between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
 
 
 # ---- computing -----------------------------------------------------------------------------------------------
@@ -263,6 +246,6 @@ def time_products(group: Group) -> list[float]:
             torch.mm(factor, factor)
         last = group.mark()
         group.wait("a matrix product")
-        times.append(seconds_between(first, last))
+        times += steps([first, last])
     fastest = 2 * side**3 * count / min(times[WARM_UPS:])
     return [float(row[0]) for row in group.gather([fastest])]

@@ -58,7 +58,7 @@ def _draw_links(axes: Axes, results: Results) -> None:
     ranks = len(results.places)
     rates = np.full((ranks, ranks), np.nan)
     for link, (rate, _) in results.links.items():
-        rates[link.ends] = rate / GIGA
+        rates[link] = rate / GIGA
     axes.grid(visible=False)
     drawn = axes.imshow(rates, cmap="viridis", vmin=0)
     if ranks <= FEW:

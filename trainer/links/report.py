@@ -57,21 +57,22 @@ class Results:
 
     def with_links(self, links: Mapping[Route, tuple[float, float]]) -> Results:
         """Add another pass over the links: the higher rate and the lower latency count."""
-        best = {}
-        for link, found in links.items():
-            rates, latencies = zip(found, self.links.get(link, found), strict=True)
-            best[link] = max(rates), min(latencies)
-        return replace(self, links=best)
+        pairs = {link: (found, self.links.get(link, found)) for link, found in links.items()}
+        return replace(self, links={link: (max(a[0], b[0]), min(a[1], b[1])) for link, (a, b) in pairs.items()})
 
     def with_products(self, products: Sequence[float]) -> Results:
         """Add another measurement of the ranks' computing: the best one counts."""
         return replace(self, products=[max(pair) for pair in zip(self.products, products, strict=True)])
 
+    def kind(self, link: Route) -> str:
+        """INSIDE or BETWEEN."""
+        return BETWEEN if crosses(link, self.hosts) else INSIDE
+
     def kinds(self) -> dict[str, dict[Route, float]]:
         """The rates of the links of each kind that was measured."""
         found: dict[str, dict[Route, float]] = {}
         for link, (rate, _) in self.links.items():
-            found.setdefault(BETWEEN if crosses(link, self.hosts) else INSIDE, {})[link] = rate
+            found.setdefault(self.kind(link), {})[link] = rate
         return found
 
     def suspects(self) -> list[Blame]:
@@ -89,38 +90,29 @@ class Results:
 def table(results: Results) -> list[str]:
     """Format the collectives: a row per size, with the time, and the bus bandwidth of all but the smallest."""
     ranks = len(results.places)
-    by_size: dict[int, dict[str, str]] = {}
+    rows: dict[int, dict[str, str]] = {}
     for timing in results.timings:
-        small = timing.bytes <= SMALL_BYTES * ranks
-        rate = "" if small else _rate(timing.bus_rate(ranks))
-        shown = f"{_duration(timing.seconds):>9} {rate:>12}"
-        by_size.setdefault(_nominal(timing.bytes, ranks), {})[timing.collective] = shown
-    lines = ["".join([f"{'size':>8}", *(f"{name:>22}" for name in COLLECTIVES)])]
-    for size, row in sorted(by_size.items()):
-        cells = (row.get(name, "").rjust(22) for name in COLLECTIVES)
-        lines.append("".join([f"{size_text(size):>8}", *cells]).rstrip())
-    return lines
-
-
-def _nominal(size: int, ranks: int) -> int:
-    """The size that was asked for: a buffer is rounded up to a multiple of the ranks."""
-    return SMALL_BYTES if size <= SMALL_BYTES * ranks else 1 << (size.bit_length() - 1)
+        size, rate = 1 << (timing.bytes.bit_length() - 1), _rate(timing.bus_rate(ranks))  # it was rounded up
+        if timing.bytes <= SMALL_BYTES * ranks:
+            size, rate = SMALL_BYTES, ""
+        rows.setdefault(size, {})[timing.collective] = f"{_duration(timing.seconds):>9} {rate:>12}"
+    lines: list[tuple[str, Sequence[str]]] = [("size", COLLECTIVES)]
+    lines += [(size_text(size), [row.get(name, "") for name in COLLECTIVES]) for size, row in sorted(rows.items())]
+    return ["".join([f"{first:>8}", *(f"{cell:>22}" for cell in cells)]).rstrip() for first, cells in lines]
 
 
 def summary(results: Results) -> list[str]:
     """Format the links by kind, next to what their hardware should give, and the ranks' computing."""
     lines = []
     for kind, rates in results.kinds().items():
-        latency = median(results.links[link][1] for link in rates)
-        text = (
-            f"{len(rates)} links {kind}, {size_text(results.message)} at a time: median {_rate(median(rates.values()))}"
-        )
+        lowest, rate, highest = min(rates.values()), median(rates.values()), max(rates.values())
+        text = f"{len(rates)} links {kind}, {size_text(results.message)} at a time: median {_rate(rate)}"
         if len(rates) > 1:
-            text += f", {_rate(min(rates.values()))} to {_rate(max(rates.values()))}"
-        lines.append(f"{text}; latency {_duration(latency)}; {_compared(results, kind, median(rates.values()))}")
-    flops = sorted(results.products)
-    lines.append(f"matrix products: {flops[0] / 1e12:.3g} to {flops[-1] / 1e12:.3g} TFLOP/s per rank")
-    return lines
+            text += f", {_rate(lowest)} to {_rate(highest)}"
+        latency = median(results.links[link][1] for link in rates)
+        lines.append(f"{text}; latency {_duration(latency)}; {_compared(results, kind, rate)}")
+    slowest, fastest = min(results.products) / 1e12, max(results.products) / 1e12
+    return [*lines, f"matrix products: {slowest:.3g} to {fastest:.3g} TFLOP/s per rank"]
 
 
 def _compared(results: Results, kind: str, rate: float) -> str:
@@ -147,10 +139,8 @@ def warnings(results: Results) -> list[str]:
     for kind, rates in results.kinds().items():
         wire, rate = expected(results, kind), median(rates.values())
         if wire is not None and rate < LOW * wire.rate:
-            found.append(
-                f"links {kind} give {_rate(rate)}, {rate / wire.rate:.0%} of {wire.name}: check "
-                f"{CHECKS[results.backend, kind]}"
-            )
+            line = f"links {kind} give {_rate(rate)}, {rate / wire.rate:.0%} of {wire.name}"
+            found.append(f"{line}: check {CHECKS[results.backend, kind]}")
     return found
 
 
@@ -162,30 +152,26 @@ def problems(results: Results) -> list[str]:
     found = []
     typical = median(results.products)
     for rank, rate in results.slow_ranks().items():
-        found.append(
-            f"{_named(results, rank)} computes at {rate / 1e12:.3g} TFLOP/s; the median is {typical / 1e12:.3g}: check "
-            f"{CHECKS_OF_RANK[results.backend]}"
-        )
+        line = f"{_named(results, rank)} computes at {rate / 1e12:.3g} TFLOP/s; the median is {typical / 1e12:.3g}"
+        found.append(f"{line}: check {CHECKS_OF_RANK[results.backend]}")
     for kind, rates in results.kinds().items():
         found += [f"{line}: check {CHECKS[results.backend, kind]}" for line in _blamed(results, kind, blame(rates))]
     return found
 
 
 def _blamed(results: Results, kind: str, found: Blame) -> Iterable[str]:
-    both = {rank: rate for rank, rate in found.senders.items() if rank in found.receivers}
-    for how, slow_ones in (
-        ("sends and receives", both),
-        ("sends", {rank: rate for rank, rate in found.senders.items() if rank not in both}),
-        ("receives", {rank: rate for rank, rate in found.receivers.items() if rank not in both}),
+    typical = f"the median rank reaches {_rate(found.typical)}"
+    both = found.senders.keys() & found.receivers.keys()
+    for how, rates, named in (
+        ("sends and receives", found.senders, both),
+        ("sends", found.senders, found.senders.keys() - both),
+        ("receives", found.receivers, found.receivers.keys() - both),
     ):
-        for rank, rate in slow_ones.items():
-            typical = _rate(found.typical)
-            yield f"{_named(results, rank)} {how} {kind} at {_rate(rate)}; the median rank reaches {typical}"
+        for rank in sorted(named):
+            yield f"{_named(results, rank)} {how} {kind} at {_rate(rates[rank])}; {typical}"
     for link, rate in found.links.items():
-        yield (
-            f"the link from {_named(results, link.sender)} to {_named(results, link.receiver)} gives {_rate(rate)}; "
-            f"the median rank reaches {_rate(found.typical)} {kind}"
-        )
+        sender, receiver = (_named(results, rank) for rank in link)
+        yield f"the link from {sender} to {receiver} gives {_rate(rate)}; {typical} {kind}"
 
 
 def _named(results: Results, rank: int) -> str:
@@ -197,39 +183,25 @@ def _named(results: Results, rank: int) -> str:
 
 def tree(results: Results) -> dict[str, Any]:
     """Return everything as JSON's types, with rates in bytes per second and times in seconds."""
-    ranks, kinds = len(results.places), results.kinds()
-    slow_links = [link for found in results.suspects() for link in found.links]
+    ranks, suspects = len(results.places), results.suspects()
+    places = zip(results.places, results.products, strict=True)
     return {
         "backend": results.backend,
-        "ranks": [
-            {"rank": rank, **asdict(place), "flops_per_second": results.products[rank]}
-            for rank, place in enumerate(results.places)
-        ],
+        "ranks": [{"rank": rank, **asdict(p), "flops_per_second": rate} for rank, (p, rate) in enumerate(places)],
         "collectives": [
-            {
-                **asdict(timing),
-                "algorithm_bytes_per_second": timing.algorithm_rate,
-                "bus_bytes_per_second": timing.bus_rate(ranks),
-            }
-            for timing in results.timings
+            {**asdict(t), "algorithm_bytes_per_second": t.bytes / t.seconds, "bus_bytes_per_second": t.bus_rate(ranks)}
+            for t in results.timings
         ],
         "links": [
-            {
-                "sender": link.sender,
-                "receiver": link.receiver,
-                "kind": kind,
-                "bytes": results.message,
-                "bytes_per_second": rate,
-                "latency_seconds": results.links[link][1],
-            }
-            for kind, rates in kinds.items()
-            for link, rate in rates.items()
+            {**link._asdict(), "kind": results.kind(link), "bytes": results.message}
+            | {"bytes_per_second": rate, "latency_seconds": latency}
+            for link, (rate, latency) in results.links.items()
         ],
         "slow": {
             "computing": sorted(results.slow_ranks()),
-            "sending": sorted({rank for found in results.suspects() for rank in found.senders}),
-            "receiving": sorted({rank for found in results.suspects() for rank in found.receivers}),
-            "links": [list(link.ends) for link in slow_links],
+            "sending": sorted({rank for found in suspects for rank in found.senders}),
+            "receiving": sorted({rank for found in suspects for rank in found.receivers}),
+            "links": [list(link) for found in suspects for link in found.links],
         },
         "problems": problems(results),
         "warnings": warnings(results),

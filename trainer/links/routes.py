@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Member = TypeVar("Member")
 ALL_PAIRS = 8  # up to this many members, every pair of a group is measured; above, neighbors in a ring
 
 
-@dataclass(frozen=True, order=True)
-class Route:
+class Route(NamedTuple):
     """One direction of the link between two ranks."""
 
     sender: int
     receiver: int
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        return self.sender, self.receiver
 
 
 def routes(hosts: Sequence[str]) -> list[Route]:
@@ -31,10 +25,9 @@ def routes(hosts: Sequence[str]) -> list[Route]:
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
-    found = [Route(a, b) for ranks in nodes.values() for a, b in _pairs(ranks)]
-    for a, b in _pairs(list(nodes)):
-        found += [Route(*ends) for ends in zip(nodes[a], nodes[b], strict=False)]
-    return found
+    pairs = [pair for ranks in nodes.values() for pair in _pairs(ranks)]
+    pairs += [pair for a, b in _pairs(list(nodes)) for pair in zip(nodes[a], nodes[b], strict=False)]
+    return [Route(*pair) for pair in pairs]
 
 
 def _pairs(members: Sequence[Member]) -> list[tuple[Member, Member]]:
@@ -54,9 +47,9 @@ def rounds(links: Sequence[Route], hosts: Sequence[str]) -> list[list[Route]]:
     """
     found: list[tuple[list[Route], set[int | str]]] = []
     for link in links:
-        ends: set[int | str] = {*link.ends}
+        ends: set[int | str] = {*link}
         if crosses(link, hosts):
-            ends |= {hosts[rank] for rank in link.ends}
+            ends |= {hosts[rank] for rank in link}
         for chosen, busy in found:
             if not busy & ends:
                 chosen.append(link)

@@ -6,7 +6,7 @@ if all links by which a rank sends are slow, although its peers receive well fro
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
@@ -14,7 +14,7 @@ from typing import TypeVar
 from trainer.links.routes import Route
 
 SLOW = 0.5  # slow is less than this share of the median
-Key = TypeVar("Key", bound=Hashable)
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def blame(rates: Mapping[Route, float]) -> Blame:
     sending = _best((link.sender, rate) for link, rate in rates.items())
     receiving = _best((link.receiver, rate) for link, rate in rates.items())
     senders, receivers = slow(sending), slow(receiving)
-    left = {a: rate for a, rate in rates.items() if a.sender not in senders and a.receiver not in receivers}
-    best = [*sending.values(), *receiving.values()] or list(rates.values())
+    left = {link: rate for link, rate in rates.items() if link[0] not in senders and link[1] not in receivers}
+    best = [*sending.values(), *receiving.values()] or rates.values()
     return Blame(senders, receivers, slow(left), median(best))
 
 
