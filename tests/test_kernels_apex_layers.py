@@ -79,7 +79,7 @@ def test_in_fp32_only_apexs_gelu_is_inexact() -> None:
     }
     errors = {name: float((found - right).norm() / right.norm()) for name, (found, right) in exact.items()}
     assert errors["first"] < 2e-6 and errors["second"] < 2e-6, errors
-    assert 1e-5 < errors["gelu"] < 1e-3, errors  # PyTorch's is 4e-8
+    assert 1e-6 < errors["gelu"] < 1e-5, errors  # 2.3e-6 on an H200, where PyTorch's is 4e-8
 
 
 def test_dense_layers_that_apex_does_not_compute_are_refused() -> None:
