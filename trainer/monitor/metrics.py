@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +32,7 @@ from trainer.errors import NotFiniteError, TrainerError
 from trainer.model.bert import ModelConfig, Output
 from trainer.model.flops import model_flops, peak_flops
 from trainer.model.variance import variance_share
+from trainer.monitor.devices import device_facts
 from trainer.monitor.exporter import Exporter
 from trainer.monitor.metrics_log import (
     METRICS_LOG,
@@ -358,15 +358,6 @@ class Metrics:
             "wait_seconds": pending.batch.wait_seconds,
             **trust,
         }
-
-
-def device_facts(device: torch.device) -> dict[str, str]:
-    """The node and device of this rank, which ranks of other nodes cannot see."""
-    facts = {"node": socket.gethostname(), "device": device.type, "gpu_uuid": ""}
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        facts |= {"device": gpu.name, "gpu_uuid": f"GPU-{gpu.uuid}"}
-    return facts
 
 
 def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:

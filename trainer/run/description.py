@@ -8,7 +8,7 @@ from typing import Any
 from kernels import apex, backend
 from trainer.console import Tell, warn
 from trainer.engine.engine import Engine
-from trainer.monitor.metrics import device_facts
+from trainer.monitor.devices import device_facts
 from trainer.ranks.network import falls_to_tcp, spoken
 from trainer.ranks.world import World, gather_texts, nccl_said
 from trainer.run.config import Config, fingerprint, to_tree
