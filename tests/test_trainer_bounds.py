@@ -40,6 +40,7 @@ VALID: dict[str, Any] = {
             "global_batch": 64,
             "micro_batch": 8,
             "batch_warmup": [{"steps": 2, "global_batch": 32}],
+            "pass_over": [{"position": 64, "samples": 32}],
         }
     ],
 }

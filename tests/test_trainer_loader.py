@@ -8,6 +8,7 @@ import shutil
 import zlib
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.helpers.raw_samples import CUTS, masks_of, order_of, raw_shards, read
 from tests.helpers.runs import lines, wait_for, write_config
 from trainer.data.collate import collate
 from trainer.data.loader import Loader
+from trainer.data.order import Gap
 from trainer.errors import PassingError, TrainerError
 from trainer.model.batch import IGNORED, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
@@ -90,6 +92,22 @@ def test_steps_are_reads_one_after_the_other(tiny_shards: Path) -> None:
             assert (step.position, step.samples, step.counts) == (position, 16, expected.counts)
             assert samples_of([step]) == samples_of([expected])
             assert step.wait_seconds >= 0
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_steps_leave_gaps_out_and_change_no_other_sample(tiny_shards: Path, masks: bool) -> None:
+    """Gaps before, inside and between batches, and over the end of an epoch."""
+    whole, manifest = order_of(tiny_shards), load_manifest(tiny_shards)
+    gaps = (Gap(0, 4), Gap(30, 10), Gap(52, 20), Gap(whole.samples - 5, 10))
+    loader = Loader(tiny_shards, manifest, 0, 1, masks_of(tiny_shards) if masks else None)
+    with closing(loader.steps(replace(whole, gaps=gaps), 0, 16, 2)) as steps:
+        read = [next(steps) for _ in range(whole.samples // 16)]
+    skipped = {number for gap in gaps for number in range(gap.position, gap.position + gap.samples)}
+    numbers = [number for number in range(read[-1].following) if number not in skipped]
+    samples = dict(pair for step in read for pair in samples_of([step]))
+    assert list(samples) == numbers and sum(step.left_out for step in read) == 44
+    for number, sample in samples.items():
+        assert samples_of([loader.read(whole, number, 1, 1)]) == [(number, sample)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 400])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.draws import bits
-from trainer.data.order import Order, deal
+from trainer.data.order import Gap, Order, deal
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple)
 ORDERS = st.builds(Order, SIZES, st.integers(0, 2**63 - 1), st.integers(1, 6))
@@ -36,6 +37,16 @@ def test_pieces_equal_the_whole_over_boundaries_of_epochs(order: Order, position
         pieces.append(order.take(at, count))
         at += count
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+@given(ORDERS, st.integers(0, 60), st.integers(1, 30), st.lists(st.builds(Gap, st.integers(0, 90), st.integers(1, 20))))
+def test_gaps_leave_samples_out_and_move_no_other(order: Order, position: int, count: int, gaps: list[Gap]) -> None:
+    """Gaps may overlap, and may begin before the position."""
+    left_out = {number for gap in gaps for number in range(gap.position, gap.position + gap.samples)}
+    every = [number for number in range(position, position + count + len(left_out)) if number not in left_out]
+    numbers = replace(order, gaps=tuple(gaps)).numbers(position, count)
+    assert numbers.tolist() == every[:count]
+    assert order.rows(numbers).tolist() == [order.take(number, 1)[0].tolist() for number in numbers.tolist()]
 
 
 def test_epochs_and_seeds_differ_and_runs_do_not() -> None:

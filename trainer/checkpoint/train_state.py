@@ -39,7 +39,7 @@ class TrainState:
 
     def after(self, batch: StepBatch, applied: bool) -> TrainState:
         """The state after a step. A step that overflowed advances only the data position and the step attempts."""
-        moved = replace(self, attempts=self.attempts + 1, position=self.position + batch.samples)
+        moved = replace(self, attempts=self.attempts + 1, position=batch.following)
         if not applied:
             return replace(moved, skipped=self.skipped + 1)
         return replace(

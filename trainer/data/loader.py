@@ -41,11 +41,17 @@ R = TypeVar("R")
 class StepBatch:
     """The data of one step on one rank."""
 
-    position: int  # of the first sample in the phase's order; the next step starts at position + samples
+    position: int  # of this step in the phase's order; the next one starts at position + left_out + samples
     samples: int  # of the global batch
     micro_batches: tuple[MicroBatch, ...]  # for this rank
     counts: GlobalCounts  # of the global batch
     wait_seconds: float = 0.0  # how long training waited for it
+    left_out: int = 0  # samples of the order that are skipped, before the batch or inside it
+
+    @property
+    def following(self) -> int:
+        """The position of the next step."""
+        return self.position + self.left_out + self.samples
 
 
 class Loader:
@@ -94,9 +100,9 @@ class Loader:
 
         If new masks change the number of targets, ``counts.targets`` covers only this rank; ``steps`` completes it.
         """
-        self._use(*_shards_at(order, position, global_batch), self._reader.forget)
+        self._use(*_shards_at(order, order.numbers(position, global_batch)), self._reader.forget)
         step = self._reader.step(order, position, global_batch, micro_batches)
-        return self._batch(step, position, global_batch)
+        return self._batch(step, order, position, global_batch)
 
     def steps(
         self, order: Order, position: int, global_batch: int, micro_batches: int, stop: Stop | None = None
@@ -111,7 +117,7 @@ class Loader:
             forget = self._reader.forget if process is None else process.forget
 
             def read(position: int) -> tuple[Step | None, float]:
-                self._use(*_shards_at(order, position, global_batch), forget)
+                self._use(*_shards_at(order, order.numbers(position, global_batch)), forget)
                 if process is not None:
                     process.ask(position)
                     return None, 0.0
@@ -128,8 +134,8 @@ class Loader:
                 if process is not None:
                     step, arrived = process.take(), time.perf_counter()
                 assert step is not None
-                batch = self._batch(step, position, global_batch)
-                position += global_batch
+                batch = self._batch(step, order, position, global_batch)
+                position = batch.following
                 pending = submit(read, position)
                 counts = self._complete(batch.counts, stop)
                 yield replace(batch, counts=counts, wait_seconds=max(0.0, arrived - asked))
@@ -169,11 +175,12 @@ class Loader:
         with closing(ReadingProcess(self._reader, order, global_batch, micro_batches)) as process:
             yield process
 
-    def _batch(self, step: Step, position: int, global_batch: int) -> StepBatch:
+    def _batch(self, step: Step, order: Order, position: int, global_batch: int) -> StepBatch:
         pairs = 0 if self.manifest.settings.pairs == "single" else global_batch
         counts = GlobalCounts(targets=step.targets, pairs=pairs, tokens=step.tokens, squares=step.squares)
         batches = tuple(micro_batch(flat).pin(self.device) for flat in step.micro_batches)
-        return StepBatch(position, global_batch, batches, counts)
+        left_out = int(order.numbers(position, global_batch)[-1]) + 1 - position - global_batch
+        return StepBatch(position, global_batch, batches, counts, left_out=left_out)
 
     @contextmanager
     def _thread(self) -> Iterator[ThreadPoolExecutor]:
@@ -222,17 +229,15 @@ def _at_once(call: Callable[[int], R], position: int) -> Future[R]:
     return future
 
 
-def _shards_at(order: Order, position: int, count: int) -> tuple[list[int], list[int]]:
-    """Return the shards of the windows that contain ``count`` samples from ``position`` on, and the second window's.
+def _shards_at(order: Order, numbers: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """Return the shards of the windows that contain the samples at these positions, and the second window's.
 
     If a batch crosses a window boundary, the first list includes the second, and the next window is fetched one step
     later.
     """
-    now, following = order.window_at(position)
-    second, end = order.window_at(following)
-    if following < position + count:
-        now = now + second
-    while end < position + count:  # a batch larger than a window
-        more, end = order.window_at(end)
+    now, end = order.window_at(int(numbers[0]))
+    second, _ = order.window_at(int(order.numbers(end, 1)[0]))
+    while len(later := numbers[numbers >= end]):  # a batch may be larger than a window
+        more, end = order.window_at(int(later[0]))
         now = now + more
     return sorted(set(now)), second

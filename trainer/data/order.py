@@ -2,8 +2,8 @@
 
 It has two levels, so that neither memory nor a remote cache grows with the data set: the shards of an epoch are
 permuted, then the samples are permuted inside windows of ``window`` consecutive shards. Epochs follow one another
-without a gap, so every batch is full and simply takes the next samples, even across an epoch boundary. Nothing is
-dropped and nothing is padded.
+directly, so every batch is full and simply takes the next samples, even across an epoch boundary. Nothing is padded,
+and nothing is left out except the gaps that a configuration or the guard names.
 """
 
 from __future__ import annotations
@@ -15,20 +15,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.draws import permutation
+from trainer.bounds import MOST_SAMPLES, outside
 
 _SHARDS, _WINDOW = 1, 2  # the purposes of random streams
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Consecutive samples in the order that training skips."""
+
+    position: int  # number of the first sample, as `position` in metrics.jsonl counts them
+    samples: int  # how many are skipped
+
+    def problems(self) -> list[str]:
+        """Every invalid setting of this gap, with what to change."""
+        return outside(self, position=(0, MOST_SAMPLES), samples=(1, MOST_SAMPLES))
 
 
 @dataclass(frozen=True)
 class Order:
     """The endless sequence of samples over shards of these sizes.
 
-    ``sizes``: samples of each shard; ``window``: number of shards whose samples are shuffled together.
+    ``sizes``: samples of each shard; ``window``: number of shards whose samples are shuffled together; ``gaps``: what
+    :meth:`numbers` leaves out. The other samples keep their positions.
     """
 
     sizes: tuple[int, ...]
     seed: int
     window: int
+    gaps: tuple[Gap, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -42,6 +57,21 @@ class Order:
         index = int(np.searchsorted(ends, inside, side="right"))
         shards = _shards(self, epoch)[index * self.window : (index + 1) * self.window]
         return shards.tolist(), position - inside + int(ends[index])
+
+    def numbers(self, position: int, count: int) -> NDArray[np.int64]:
+        """Return the positions of the next ``count`` samples from ``position`` on, without the gaps: (count,)."""
+        numbers = np.arange(position, position + count)
+        for gap in sorted(self.gaps, key=lambda gap: gap.position):
+            first, end = max(gap.position, position), gap.position + gap.samples
+            if first < end:
+                numbers[numbers >= first] += end - first
+                position = end  # a later gap may overlap this one
+        return numbers
+
+    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples at these rising positions: (count, 2) rows of (shard, row in it)."""
+        runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+        return np.concatenate([self.take(int(run[0]), len(run)) for run in runs])
 
     def take(self, position: int, count: int) -> NDArray[np.int64]:
         """Return the samples at ``position … position + count - 1``: (count, 2) rows of (shard, row in it)."""

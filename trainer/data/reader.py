@@ -76,7 +76,8 @@ class Reader:
 
     def step(self, order: Order, position: int, global_batch: int, micro_batches: int) -> Step:
         """Read this rank's part of the batch at ``position``, which is divided into ``micro_batches`` per rank."""
-        picks = order.take(position, global_batch)
+        numbers = order.numbers(position, global_batch)
+        picks = order.rows(numbers)
         index = self._index_rows(picks)
         lengths = index[:, Column.TOKENS]
         parts = deal(lengths, self.ranks * micro_batches)
@@ -86,11 +87,11 @@ class Reader:
         own = np.concatenate(mine)
         samples, targets = self._samples(picks[own], index[own]), int(index[:, Column.MASKED].sum())
         if self.masks is not None:  # a whole step at once: half the time of masking each micro-batch separately
-            samples = self._remasked(samples, picks[own], position + own, self.masks)
+            samples = self._remasked(samples, picks[own], numbers[own], self.masks)
             if not self.masks.keeps_counts:
                 targets = sum(len(sample.positions) for sample in samples)
         rest = iter(samples)
-        flats = [self._flatten(list(islice(rest, len(part))), position + part) for part in mine]
+        flats = [self._flatten(list(islice(rest, len(part))), numbers[part]) for part in mine]
         if self.spread is not None:
             flats = [spread(flat, self.spread) for flat in flats]
         return Step(tuple(flats), targets, int(lengths.sum()), int((lengths**2).sum()))

@@ -9,6 +9,7 @@ from typing import Literal
 
 from data_prep.json_text import shown
 from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_SAMPLES, MOST_STEPS, outside
+from trainer.data.order import Gap
 
 MOST_TOKENS = 2**31  # in a micro-batch: kernels count them in 32 bits
 MOST_PARTS = 2**17  # micro-batches of all ranks in one step
@@ -72,6 +73,8 @@ class Phase:
     # rows of the position table that training uses: each sequence starts at a random one, so that a phase of short
     # sequences prepares the table for longer ones; null: every sequence starts at position 0
     spread_positions: int | None = None
+    # samples that training skips, such as damaged text: each gap is a position in the order and a number of samples
+    pass_over: tuple[Gap, ...] = ()
 
     def problems(self) -> list[str]:
         """Every invalid or contradictory setting of this phase, with what to change."""

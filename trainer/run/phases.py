@@ -132,7 +132,7 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
             f"{where}.mlm_weight is 0, but the shards have no sentence pairs and so no other loss: raise it"
         )
     train = loaders["train"]
-    order = _order(train, config, problems)
+    order = _order(train, phase, config, problems)
     global_batch, _ = batch_of(phase, world.size)
     problems += [f"{where}.{problem}" for problem in batch_problems(phase, world.size, sum(order.sizes))]
     runs = resolve(phase, global_batch, sum(order.sizes))
@@ -147,8 +147,9 @@ def _open_phase(index: int, phase: Phase, config: Config, world: World, problems
     return PhaseData(runs, train, loaders.get("heldout"), order, global_batch, baseline)
 
 
-def _order(train: Loader, config: Config, problems: list[str]) -> Order:
-    order = Order(tuple(shard.samples for shard in train.manifest.shards), config.run.seed, config.run.shuffle_window)
+def _order(train: Loader, phase: Phase, config: Config, problems: list[str]) -> Order:
+    sizes = tuple(shard.samples for shard in train.manifest.shards)
+    order = Order(sizes, config.run.seed, config.run.shuffle_window, phase.pass_over)
     if (mixed := largest_window(order.sizes, order.window)) > MOST_MIXED:
         problems.append(
             f"run.shuffle_window is {order.window}: so many shards of {train.folder} hold {mixed:,} samples, all "
