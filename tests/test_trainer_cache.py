@@ -19,6 +19,7 @@ from tests.helpers.file_server import BATCH, WINDOW, Server, content, damage, lo
 from trainer.data import remote
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.loader import Loader
+from trainer.data.order import Gap
 from trainer.data.remote import Remote
 from trainer.errors import TrainerError, exit_code
 from trainer.exits import FAILED, REFUSED
@@ -82,6 +83,21 @@ def test_deep_in_an_epoch_only_what_is_needed_is_fetched(server: Server, cache: 
     wanted = {f"shard-0000{number}" for number in now + order.window_at(following)[0]}
     assert {name.split(".")[0] for name in server.gets[before:]} <= wanted
     assert len(server.gets) - before <= 2 * len(wanted) == 4
+
+
+def test_shards_inside_a_gap_are_not_fetched(server: Server, cache: Path) -> None:
+    """The batch begins in one window and ends three windows later."""
+    loader = loader_of(server, cache)
+    order = order_of(loader)
+    firsts = [0]
+    while firsts[-1] < 4 * order.samples:
+        firsts.append(order.window_at(firsts[-1])[1])
+    gapped = replace(order, gaps=(Gap(BATCH // 2, firsts[3] - BATCH // 2),))
+    with patch.object(Cache, "want", autospec=True, side_effect=Cache.want) as want:
+        assert loader.read(gapped, 0, BATCH, 1).following == firsts[3] + BATCH // 2
+    [call] = want.call_args_list
+    ends = order.window_at(0)[0] + order.window_at(firsts[3])[0]
+    assert call.args[1:] == (sorted(set(ends)), order.window_at(firsts[3])[0])
 
 
 def test_ranks_share_the_cache_and_fetch_each_shard_once(server: Server, cache: Path) -> None:

@@ -33,6 +33,7 @@ from trainer.model.batch import GlobalCounts
 from trainer.model.bert import ModelConfig
 from trainer.model.flops import model_flops, peak_flops
 from trainer.monitor.exporter import NODE_SERIES, RUN_SERIES, STATES, Exporter
+from trainer.monitor.guard import GuardConfig, Setback
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
 from trainer.monitor.metrics_log import STEP_PARTS, TIME_STATES, read_lines
 from trainer.monitor.plateau import BLOCK, LEARNING, PATIENCE, Baseline
@@ -79,9 +80,10 @@ def result(mlm: float = 100.0, norm: float = 2.0, applied: bool = True, variance
 def train(metrics: Metrics, steps: int, state: TrainState | None = None, **kwargs: Any) -> TrainState:
     """The state after ``steps`` more steps, all of them alike."""
     state, counts = state or TrainState(), kwargs.pop("counts", COUNTS)
+    wait, left_out = kwargs.pop("wait", 0.25), kwargs.pop("left_out", 0)
     for _ in range(steps):
         micro_batch = replace(filler(2, 3), tokens=torch.zeros(counts.tokens, dtype=torch.int64))
-        batch = StepBatch(state.position, 8, (micro_batch,), counts, wait_seconds=0.25)
+        batch = StepBatch(state.position, 8, (micro_batch,), counts, wait, left_out)
         given = result(**kwargs)
         state = state.after(batch, given.applied)
         metrics.step(state, batch, given, 1e-3)
@@ -239,6 +241,25 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, broken: dict[str
     assert len(lines(tmp_path, "step")) == 10  # what led there is on disk
     where = "loss" if "mlm" in broken else "gradient"
     assert value(run, "nonfinite_total", where=where) == 1 and value(run, "steps_total") == 10
+
+
+def test_what_the_guard_does_is_logged_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = metrics(tmp_path)
+    run.subject.guard.config = GuardConfig(spike="rollback", spike_steps=10)
+    state = train(run, 25)
+    with pytest.raises(Setback, match="step 26: loss"):
+        train(run, 5, train(run, 1, state, mlm=400.0))
+    [line] = lines(tmp_path, "guard")
+    assert (line["sign"], line["action"], line["step"]) == ("spike", "rollback", 30)
+    assert line["gap"] == {"position": 8 * 24, "samples": 16}
+    assert value(run, "guard_actions_total", action="rollback") == 1
+    assert capsys.readouterr().out.count("warning: guard: step 26: loss") == 1
+    run.went_back(TrainState(attempts=20, step=20, position=160, samples=160))
+    assert lines(tmp_path, "rollback")[0].items() >= {"step": 20, "rolled_back": 10}.items()
+    assert value(run, "rolled_back_steps") == 10 and value(run, "step") == 20
+    train(run, 10, TrainState(attempts=20, step=20, position=160, samples=160), left_out=16, wait=0.0)
+    assert value(run, "left_out_samples_total") == 160
+    assert run.spent["rework"] > 0
 
 
 # ---- what is exported ----------------------------------------------------------------------------------------
@@ -459,10 +480,10 @@ def test_names_keep_prometheus_rules() -> None:
         assert not re.search(r"_(ms|milliseconds|minutes|hours|kb|mb|gb|percent)(_|$)", f"{name}_"), name
         assert not re.search(r"(duration|wait|timestamp)(?!.*_seconds$)", name), name  # base units, at the end
         assert not re.search(r"(size|memory)(?!.*_bytes$)", name), name
-        known = {"task", "split", "statistic", "rank", "part", "state", "where", "kind"}
+        known = {"task", "split", "statistic", "rank", "part", "state", "where", "kind", "action"}
         assert text.endswith(".") and set(labels) <= known, name
         counts = name in ("steps", "samples", "tokens", "targets", "model_flops", "nonfinite", "time_seconds")
-        counts |= name in ("skipped_steps", "clipped_steps", "step_part_seconds")
+        counts |= name in ("skipped_steps", "clipped_steps", "step_part_seconds", "guard_actions", "left_out_samples")
         counts |= name in ("checkpoint_stall_seconds", "checkpoint_failures")
         assert (kind is Counter) == counts, name
 

@@ -252,6 +252,21 @@ def test_a_plateau_is_summed_up_and_drawn(tmp_path: Path) -> None:
     assert summary(history)["plateau"] == f"left the unigram plateau before step 29 ({losses})"
 
 
+def test_a_rollback_is_no_restart_and_the_guard_is_summed_up(tmp_path: Path) -> None:
+    """The steps after the one it went back to are shown as they were taken again."""
+    found = {"event": "guard", "time": 1.0, "step": 12, "sign": "spike", "action": "rollback", "what": "high"}
+    back = {"event": "rollback", "time": 2.0, "step": 8, "rolled_back": 4}
+    again = [step(9, left_out=16), *(step(n, left_out=0) for n in range(10, 15))]
+    warned = {**found, "step": 14, "sign": "loss_scale", "action": "warn"}
+    records = [*(step(n, loss=9.0) for n in range(1, 13)), found, back, *again, warned, warned]
+    history = read_history(write(tmp_path / "run", records))
+    assert history.steps["step"].tolist() == list(range(1, 15)) and history.restarts == []
+    assert history.steps["mlm_loss"].tolist() == [9.0] * 8 + [5.0] * 6
+    said = "spike: rollback; loss scale: warn (2 times), the last at step 14; 16 samples skipped"
+    assert summary(history)["guard"] == said
+    assert "guard" not in summary(read_history(write(tmp_path / "old", [step(1)])))
+
+
 def test_numbers_are_short() -> None:
     durations = [duration(seconds) for seconds in (0.25, 59.9, 60, 3599, 3600, 86399, 90000)]
     assert durations == ["0.2 s", "59.9 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h"]

@@ -79,6 +79,13 @@ def test_steps_that_a_restart_repeats_are_shown_once(tmp_path: Path) -> None:
     assert shown["heldout/mlm_loss"] == [(6, 5.5)]
 
 
+def test_steps_that_a_rollback_repeats_are_shown_once(tmp_path: Path) -> None:
+    files = EventFiles(tmp_path, 0)
+    files.write([step(n, mlm_loss=9.0) for n in range(1, 10)])
+    files.write([{"event": "rollback", "time": 1.7e9, "step": 6, "rolled_back": 3}, step(7, mlm_loss=5.0)])
+    assert read(tmp_path)["train/mlm_loss"] == [*((n, 9.0) for n in range(1, 7)), (7, 5.0)]
+
+
 def test_a_skipped_step_and_a_missing_number_have_no_point(tmp_path: Path) -> None:
     assert scalars(step(3, applied=False, gradient_norm=None)) == {}
     points = scalars(step(3, gradient_norm=None, seconds=0.0))

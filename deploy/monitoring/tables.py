@@ -110,6 +110,10 @@ OVERVIEW: PanelRows = {
               "NaN or infinity that no loss scale can fix. Good: always 0.",
               {"{{where}}": rate("nonfinite_total", "run, where", function="increase")},
               limits=worse_above(1)),
+        Panel("Guard", "none", "LambertGuard",
+              "What the guard did, and samples that were skipped. Good: always 0, or only configured samples.",
+              {"{{action}}": rate("guard_actions_total", "run, action", function="increase"),
+               "skipped samples": rate("left_out_samples_total", function="increase")}),
     ],
     "Speed": [
         Panel("Tokens", "count:tokens/s", "LambertThroughputLow",

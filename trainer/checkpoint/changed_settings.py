@@ -12,7 +12,8 @@ from trainer.checkpoint.train_state import TrainState
 from trainer.engine.schedule import BatchStage, Phase
 
 Changes = dict[str, tuple[Any, Any]]  # key: its value in the checkpoint, and its value now
-SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation")  # sections that affect how a run continues
+# sections that affect how a run continues
+SECTIONS = ("model", "optimizer", "engine", "checkpoint", "evaluation", "guard")
 NEXT_RATE = "the next step's learning rate"
 
 

@@ -217,7 +217,8 @@ class Engine(Generic[M]):
 
         The loss is the sum of ``output.mean(counts)`` over all micro-batches and ranks, so it does not depend on how
         the global batch is split. Every rank must pass the same number of micro-batches. ``step`` seeds the dropout;
-        ``rate`` is the learning rate. Raises TrainerError if gradients overflow with the loss scale at its floor.
+        ``rate`` is the learning rate. Raises NotFiniteError if gradients overflow and no lower loss
+        scale can help.
         """
         self.model.train()
         self.optimizer.rate, self.optimizer.gradient_scale = rate, self.loss_scale.scale
@@ -238,6 +239,15 @@ class Engine(Generic[M]):
         if not applied:
             return StepResult(sums, torch.full_like(self.optimizer.gradient_norm, torch.inf), None, False, used)
         return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, True, used)
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The norm of each tensor's gradient in the last step, or of its moving average if that one is not kept.
+
+        By parameter name, unscaled, over all ranks. A collective.
+        """
+        if self._gradients is not None and self._gradients.own is not None:
+            return self.optimizer.tensor_norms([self._gradients.own], self.optimizer.unscale)
+        return self.optimizer.tensor_norms([self.optimizer.moments(b)["exp_avg"] for b in self.partition.buffers])
 
     def close(self) -> None:
         """Release what DeepSpeed's hooks hold, for a process that builds several engines."""

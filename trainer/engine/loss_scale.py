@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainer.errors import TrainerError
+from trainer.errors import NotFiniteError
 
 POWERS_OF_TWO = tuple(2.0**power for power in range(25))
 
@@ -28,11 +28,11 @@ class LossScale:
 def next_scale(state: LossScale, overflow: bool) -> LossScale:
     """Halve after an overflow, double after ``growth_interval`` good steps in a row.
 
-    Raises TrainerError on an overflow at the floor: the gradients themselves are not finite.
+    Raises NotFiniteError on an overflow at the floor: the gradients themselves are not finite.
     """
     if overflow:
         if state.scale <= state.floor:
-            raise TrainerError(
+            raise NotFiniteError(
                 f"gradients overflow at the loss scale's floor ({state.floor:g}): lower the learning rate or "
                 "train with engine.precision=bf16; the last checkpoint is intact"
             )

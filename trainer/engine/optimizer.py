@@ -165,20 +165,33 @@ class LambertOptimizer(torch.optim.Optimizer):
         ``gradients``: one flat tensor of any dtype per buffer.
         """
         both = zip(gradients, self.layouts, strict=True)
-        return torch.stack([gradient_square_sum(*pair) for pair in both]).sum() * self._unscale**2
+        return torch.stack([gradient_square_sum(*pair) for pair in both]).sum() * self.unscale**2
 
     @torch.no_grad()
     def move(self, gradients: list[Tensor], squares: Tensor, whole: Tensor | None = None) -> None:
         """Take one step. ``squares``: `square_sum` of ``gradients``; ``whole``: its total over the ranks, if known."""
         self.steps += 1
-        factor = torch.full_like(squares, self._unscale)
+        factor = torch.full_like(squares, self.unscale)
         if self.config.gradient_clipping > 0:  # the moments need clipped gradients, which costs a second all-reduce
             whole = self.complete(squares.clone()) if whole is None else whole
             factor *= clipping_factor(whole, self.config.gradient_clipping)
         self.gradient_norm = self._update(gradients, factor, squares, whole).sqrt()
 
+    @torch.no_grad()
+    def tensor_norms(self, flats: list[Tensor], factor: float = 1.0) -> dict[str, float]:
+        """The norms of ``factor`` times each tensor in ``flats``, one per buffer, by parameter name. A collective."""
+        assert self.partition is not None
+        rows = {name: row for row, name in enumerate(self.partition.shapes)}
+        sums = torch.zeros(len(rows), dtype=torch.float64, device=flats[0].device)
+        for buffer, flat in zip(self.partition.buffers, flats, strict=True):
+            for part in buffer.slices:
+                piece = flat[part.offset : part.offset + part.length].double() * factor
+                sums[rows[part.name]] += piece.square().sum()
+        return dict(zip(rows, self.complete(sums).sqrt().tolist(), strict=True))
+
     @property
-    def _unscale(self) -> float:
+    def unscale(self) -> float:
+        """The factor that makes the gradients of the last step those of the loss."""
         assert self.partition is not None
         return self.partition.divisor / self.gradient_scale
 

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from data_prep.endpoint import Endpoint
 from trainer.checkpoint.train_state import TrainState
 from trainer.errors import TrainerError
+from trainer.monitor.guard import ACTIONS
 from trainer.monitor.metrics_log import LOSS_TASKS, STEP_PARTS, TIME_STATES, Record
 from trainer.ranks.world import World
 
@@ -43,7 +44,9 @@ RUN_SERIES: SeriesTable = {
     "target_steps": (Gauge, {}, "Optimizer steps set by the configuration."),
     "phase": (Gauge, {}, "Number of the current phase, starting at 0."),
     "restarts": (Gauge, {}, "Number of restarts, including those that took no step."),
-    "rolled_back_steps": (Gauge, {}, "Steps lost at the last restart, which are taken again."),
+    "rolled_back_steps": (Gauge, {}, "Steps lost at the last restart or rollback, which are taken again."),
+    "guard_actions": (Counter, {"action": ACTIONS}, "What the guard did in this process: see docs/guard.md."),
+    "left_out_samples": (Counter, {}, "Samples skipped by this process, after a rollback or by pass_over."),
     "steps": (Counter, {}, "Optimizer steps taken by this process."),
     "skipped_steps": (Counter, {}, "Steps skipped because their gradients overflowed."),
     "clipped_steps": (Counter, {}, "Steps whose gradients were clipped."),
@@ -140,8 +143,8 @@ class Exporter:
                     self("checkpoint_step").set(record["step"])
                     self("rolled_back_steps").set(record["rolled_back"])
                     self.set_state("training")
-                case "plateau":
-                    self("plateau").set(record["on"])
+                case "plateau" | "guard" | "rollback":
+                    self._publish_judgement(record)
                 case "heldout":
                     self._publish_tasks([record], "heldout")
                 case "checkpoint" | "checkpoint_failed":
@@ -180,6 +183,7 @@ class Exporter:
         for step in steps:
             self("step_duration_seconds").observe(step["seconds"])
             self("steps" if step["applied"] else "skipped_steps").inc()
+            self("left_out_samples").inc(step["left_out"])
             if step["applied"]:
                 self("samples").inc(step["batch"])
                 self("tokens", "valid").inc(step["tokens"])
@@ -195,6 +199,15 @@ class Exporter:
             if f"trust_{statistic}" in steps[-1]:
                 self("trust_ratio", statistic).set(steps[-1][f"trust_{statistic}"])
         self._publish_tasks([step for step in steps if step["applied"]] or steps, "train")
+
+    def _publish_judgement(self, record: Record) -> None:
+        match record["event"]:
+            case "plateau":
+                self("plateau").set(record["on"])
+            case "guard":
+                self("guard_actions", record["action"]).inc()
+            case "rollback":
+                self("rolled_back_steps").set(record["rolled_back"])
 
     def _publish_checkpoint(self, record: Record) -> None:
         self("checkpoint_stall_seconds").inc(record["stall_seconds"])

@@ -21,7 +21,7 @@ _METRICS = tuple(f"{task}_{metric}" for metric in ("loss", "accuracy") for task 
 _STEP = (
     *("step", "phase", "samples", "tokens", "flops", "seconds", *_METRICS),
     *("learning_rate", "gradient_norm", "clipped", "loss_scale", "trust_min", "trust_mean", "trust_max"),
-    *("unigram_loss", "token_variance"),
+    *("unigram_loss", "token_variance", "left_out"),
 )
 _RANKS = ("step", *STEP_PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
 _CHECKPOINT = ("step", "seconds", "stall_seconds", "bytes")
@@ -64,6 +64,7 @@ class History:
     failed: StepColumns  # checkpoints that could not be saved
     plateaus: StepColumns  # steps at which the run was found on the unigram plateau (on 1) or had left it (on 0)
     restarts: list[int]  # steps from which the run resumed
+    guard: list[tuple[int, str, str]]  # what the guard did: step, sign, action
     facts: dict[str, str]  # the start record of the last attempt
     end: str  # how the run ended, and why if it failed; empty if it is running or was killed
     spent: dict[str, float] = field(default_factory=dict)  # seconds of all attempts, by what they were spent on
@@ -112,6 +113,7 @@ class _Reader:
         self._plain["plateau"] = self._plateaus
         self._skipped: list[int] = []
         self._restarts: list[int] = []
+        self._guard: list[tuple[int, str, str]] = []
         self._attempts: list[dict[str, float]] = []  # the time spent by each, from its last record
         self._facts: dict[str, str] = {}
         self._end = ""
@@ -128,6 +130,19 @@ class _Reader:
         if "spent" in record:
             self._attempts = [*self._attempts[:-1], {k: float(v) for k, v in record["spent"].items()}]
         match record.get("event"):
+            case "step":
+                self._step(record)
+            case "heldout" | "checkpoint" | "checkpoint_failed" | "plateau" as event:
+                self._plain[event].add(record)
+            case "ranks":
+                compute = zip(("compute_min", "compute_mean", "compute_max"), record["compute"], strict=True)
+                self._ranks.add({**record, **record["parts"], **dict(compute)})
+            case _:
+                self._turn(record)
+
+    def _turn(self, record: Record) -> None:
+        """Take a record about how the run began, ended, or was guarded."""
+        match record.get("event"):
             case "attempt":
                 self._attempts.append({})
                 self._end, self._again = "", self._begun
@@ -136,27 +151,29 @@ class _Reader:
             case "end":
                 reason = str(record.get("reason") or "").partition("\n")[0]
                 self._end = record["how"] + (f": {reason}" if reason else "")
-            case "step":
-                self._step(record)
-            case "heldout" | "checkpoint" | "checkpoint_failed" | "plateau" as event:
-                self._plain[event].add(record)
-            case "ranks":
-                compute = zip(("compute_min", "compute_mean", "compute_max"), record["compute"], strict=True)
-                self._ranks.add({**record, **record["parts"], **dict(compute)})
+            case "rollback":
+                self._cut(record["step"])
+            case "guard":
+                self._guard.append((record["step"], str(record["sign"]), str(record["action"])))
 
     def _step(self, record: Record) -> None:
         before = record["step"] - bool(record["applied"])  # steps taken before this one
         if self._again or record["restarts"] > self._seen or before < self._last:
             self._seen, self._again = record["restarts"], False
             self._restarts.append(before)
-            for table in (self.steps, self._heldout, self._ranks):
-                table.cut(before)
-            del self._skipped[bisect_left(self._skipped, before) :]
+            self._cut(before)
         self._last, self._begun = record["step"], True
         if record["applied"]:
             self.steps.add(record)
         else:
             self._skipped.append(before)
+
+    def _cut(self, step: int) -> None:
+        """Forget the steps after ``step``: the run takes them again."""
+        self._last = step
+        for table in (self.steps, self._heldout, self._ranks):
+            table.cut(step)
+        del self._skipped[bisect_left(self._skipped, step) :]
 
     def history(self) -> History:
         """The history of all records taken so far."""
@@ -174,6 +191,7 @@ class _Reader:
             failed=self._failed.columns(),
             plateaus=self._plateaus.columns(),
             restarts=self._restarts,
+            guard=self._guard,
             facts=self._facts,
             end=self._end,
             spent=spent,

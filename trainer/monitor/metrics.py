@@ -28,12 +28,13 @@ from trainer.console import say, warn
 from trainer.data.loader import StepBatch
 from trainer.engine.engine import StepResult
 from trainer.engine.stopwatch import Stopwatch
-from trainer.errors import NotFiniteError, TrainerError
+from trainer.errors import NotFiniteError
 from trainer.model.bert import ModelConfig, Output
 from trainer.model.flops import model_flops, peak_flops
 from trainer.model.variance import variance_share
 from trainer.monitor.devices import device_facts
 from trainer.monitor.exporter import Exporter
+from trainer.monitor.guard import Finding, Guard
 from trainer.monitor.metrics_log import (
     METRICS_LOG,
     STEP_PARTS,
@@ -94,6 +95,7 @@ class Subject:
     checkpoint_steps: int  # steps between two checkpoints
     baselines: tuple[Baseline, ...]  # one for each phase
     clipping: float = 0.0  # upper bound of the gradient norm; 0: none
+    guard: Guard = field(default_factory=Guard)
 
 
 @dataclass
@@ -114,6 +116,7 @@ class _Exchanged:
 
     parts: Tensor  # (ranks, STEP_PARTS) seconds
     memory: Tensor  # (ranks,) bytes, the peak so far
+    stuck: bool  # whether the run was on the plateau when the steps before these were judged
     tokens: int  # tokens processed by the model, on all ranks
 
     @property
@@ -207,7 +210,7 @@ class Metrics:
     def flush(self) -> None:
         """Combine the pending steps' metrics over the ranks and publish them. Every rank must call it.
 
-        Raises TrainerError on all ranks if the loss or gradient norm of an applied step is not finite.
+        Raises Setback on all ranks if the guard finds that training cannot go on from here.
         """
         if not self._pending:
             return
@@ -220,6 +223,7 @@ class Metrics:
         rows = zip(pending, sums.tolist(), norms, _statistics([p.result.trust for p in pending]), strict=True)
         records = [self._record(*row) for row in rows]
         exchanged = self._exchange()
+        found = self.subject.guard.judge(records, exchanged.parts.sum(1), exchanged.compute, exchanged.stuck)
         if self.world.is_local_main:
             for rank in self._ranks():
                 parts = dict(zip(STEP_PARTS, exchanged.parts[rank].tolist(), strict=True))
@@ -231,7 +235,27 @@ class Metrics:
             for change in changes:
                 tell = partial(self._say, change["step"])
                 announce(change, self.subject.model, self.subject.clipping, tell)
-        _require_finite(records)
+        self.act(found)
+
+    def act(self, found: list[Finding]) -> None:
+        """Report what the guard found, then let it act. Raises Setback on all ranks if the run cannot go on."""
+        for finding in found if self.world.is_main else ():
+            self._publish([{"event": "guard", "time": time.time(), **asdict(finding)}])
+            if finding.action != "stop":  # the run ends with a line of its own
+                warn(self.subject.guard.told(finding), partial(self._say, finding.step))
+        self.subject.guard.act(found)
+
+    def went_back(self, state: TrainState) -> None:
+        """Record that the run goes on from an earlier ``state``; drop the steps that are not yet logged."""
+        lost, self.reached, self._pending = self.reached - state.step, state.step, []
+        if self.world.is_main:
+            self._known_steps = max(self._known_steps, state.step + lost)
+            on, self._plateau = self._plateau.on, Plateau(self.subject.model.dropout)
+            self._plateau.on = on
+            self._plateau.resume(newest_steps(self.subject.folder / METRICS_LOG, PLATEAU_STEPS, state.step))
+            self.exporter.publish_progress(state, time.time())
+            self._publish([{"event": "rollback", "time": time.time(), "step": state.step, "rolled_back": lost}])
+        self.spend("start")
 
     def heldout(self, state: TrainState, metrics: dict[str, float]) -> None:
         """Publish the metrics of an evaluation on held-out data."""
@@ -280,13 +304,13 @@ class Metrics:
         cuda = self.world.device.type == "cuda"
         parts = {**self.watch.read(), "data": self._waited}
         memory = torch.cuda.max_memory_allocated(self.world.device) if cuda else getrusage(RUSAGE_SELF).ru_maxrss << 10
-        own = [*(parts.get(part, 0.0) for part in STEP_PARTS), memory, self._tokens]
+        own = [*(parts.get(part, 0.0) for part in STEP_PARTS), memory, self._plateau.on, self._tokens]
         row = torch.tensor(own, dtype=torch.float64, device=self.world.device)
         rows = [torch.empty_like(row) for _ in range(self.world.size)]
         dist.all_gather(rows, row)
         self._waited, self._tokens = 0.0, 0
-        table = torch.stack(rows).cpu()  # (ranks, STEP_PARTS + 2)
-        return _Exchanged(table[:, :-2], table[:, -2], int(table[:, -1].sum()))
+        table = torch.stack(rows).cpu()  # (ranks, STEP_PARTS + 3); only rank 0 knows of a plateau
+        return _Exchanged(table[:, :-3], table[:, -3], bool(table[0, -2]), int(table[:, -1].sum()))
 
     def _notes(self, pending: list[_Pending], exchanged: _Exchanged) -> list[Record]:
         """The records that go with the steps: one about the ranks, averaged per step, and one about the time spent."""
@@ -340,6 +364,7 @@ class Metrics:
             "time": pending.ended,
             **{key: state[key] for key in ("step", "phase", "position", "samples", "restarts")},
             "batch": pending.batch.samples,
+            "left_out": pending.batch.left_out,
             "tokens": counts.tokens,
             "targets": counts.targets,
             "flops": model_flops(self.subject.model, counts),
@@ -366,12 +391,3 @@ def _statistics(trusts: list[Tensor | None]) -> list[dict[str, float]]:
     rows = iter(torch.stack(known).tolist() if known else [])
     names = ("trust_min", "trust_mean", "trust_max")
     return [{} if trust is None else dict(zip(names, next(rows), strict=True)) for trust in trusts]
-
-
-def _require_finite(records: list[Record]) -> None:
-    for record in records:
-        if record["applied"] and not (math.isfinite(record["loss"]) and math.isfinite(record["gradient_norm"])):
-            raise TrainerError(
-                f"step {record['step']}: loss {record['loss']}, gradient norm {record['gradient_norm']}: training "
-                "diverged; lower the learning rate or lengthen the warm-up, and resume from the last checkpoint"
-            )

@@ -36,7 +36,7 @@ class MetricsLog:
 
     def write(self, records: list[Record]) -> None:
         """Append the records. If the disk is full, lines are lost and one warning is printed, but the run continues."""
-        text = "".join(json.dumps(_plain(record), allow_nan=False) + "\n" for record in records)
+        text = "".join(json.dumps(plain(record), allow_nan=False) + "\n" for record in records)
         try:
             with self.path.open("ab+") as file:
                 if not self._whole:
@@ -119,13 +119,13 @@ def _end_last_line(file: BinaryIO) -> None:
             file.write(b"\n")
 
 
-def _plain(value: Any) -> Any:
-    """The value with null, at any depth, for numbers that are not finite, which JSON cannot express."""
+def plain(value: Any) -> Any:
+    """Return the value with null, at any depth, for numbers that are not finite, which JSON cannot express."""
     match value:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {key: _plain(inner) for key, inner in value.items()}
+            return {key: plain(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_plain(inner) for inner in value]
+            return [plain(inner) for inner in value]
     return value

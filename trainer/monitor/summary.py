@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -69,7 +70,7 @@ def summary(history: History) -> dict[str, str]:
     _, memory = present(history.ranks, "memory_peak_bytes")
     if len(memory):
         out["memory"] = f"{memory.max() / 1e9:,.1f} GB, the highest of any rank"
-    out |= _heldout(history) | _plateau(history) | _checkpoints(history)
+    out |= _heldout(history) | _plateau(history) | _guard(history) | _checkpoints(history)
     return out | ({"ended": history.end} if history.end else {})
 
 
@@ -98,6 +99,17 @@ def _plateau(history: History) -> dict[str, str]:
     what = "found on the unigram plateau at" if last["on"] else "left the unigram plateau before"
     measured = f"{losses}, variance over tokens {last['token_variance']:.1%}"
     return {"plateau": f"{what} step {last['step']:,.0f} ({measured})"}
+
+
+def _guard(history: History) -> dict[str, str]:
+    """What the guard did and which samples were skipped; empty if there is nothing to tell."""
+    done = Counter((sign.replace("_", " "), action) for _, sign, action in history.guard)
+    told = [f"{sign}: {action}{f' ({times} times)' if times > 1 else ''}" for (sign, action), times in done.items()]
+    if told:
+        told[-1] += f", the last at step {history.guard[-1][0]:,}"
+    if left_out := int(np.nansum(history.steps["left_out"])):
+        told.append(f"{left_out:,} samples skipped")
+    return {"guard": "; ".join(told)} if told else {}
 
 
 def _checkpoints(history: History) -> dict[str, str]:

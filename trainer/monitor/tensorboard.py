@@ -28,7 +28,7 @@ class EventFiles:
         """
         try:
             self._head = _encode(0.0, 0, file_version="brain.Event:2")
-            self._head += _encode(0.0, step + 1, session_log={"status": _SESSION_STARTS})
+            self._head += _start(step)
         except ImportError as error:
             raise TrainerError(
                 f"metrics.tensorboard: {error}: pip install tensorboard, or set metrics.tensorboard to false"
@@ -53,6 +53,8 @@ class EventFiles:
             values = [{"tag": tag, "simple_value": value} for tag, value in scalars(record).items()]
             if values:
                 data += _encode(record["time"], record["step"], summary={"value": values})
+            if record["event"] == "rollback":
+                data += _start(record["step"])
         try:
             with self.path.open("r+b") as file:
                 file.truncate(self._size)
@@ -87,6 +89,11 @@ def scalars(record: Record) -> dict[str, float]:
         case _:
             named = {}
     return {tag: float(value) for tag, value in named.items() if value is not None}
+
+
+def _start(step: int) -> bytes:
+    """The record that makes TensorBoard drop what it has read of steps after ``step``."""
+    return _encode(0.0, step + 1, session_log={"status": _SESSION_STARTS})
 
 
 def _encode(wall: float, step: int, **content: Any) -> bytes:

@@ -27,6 +27,7 @@ from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.schedule import MOST_TOKENS, Phase
 from trainer.errors import TrainerError, shortage
 from trainer.model.bert import ModelConfig
+from trainer.monitor.guard import GuardConfig
 from trainer.monitor.metrics import MetricsConfig
 from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS
 from trainer.run.evaluation import EvaluationConfig
@@ -83,6 +84,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
 

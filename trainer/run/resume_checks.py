@@ -9,10 +9,11 @@ from typing import Any
 
 from data_prep.manifest import MANIFEST, manifest_hash
 from trainer.checkpoint.reading import Checkpoint, named
-from trainer.checkpoint.train_state import TrainState
+from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.console import Tell
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
+from trainer.monitor.guard import Finding, GuardState
 from trainer.monitor.metrics_log import METRICS_LOG
 from trainer.run.config import Config
 from trainer.run.phases import Plan
@@ -60,6 +61,29 @@ def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[s
     if found is not None and wanted == "never":
         raise TrainerError(
             f"{found.folder} exists and run.resume is never: give run.folder another name, or set resume to auto"
+        )
+
+
+def require_state(found: Checkpoint) -> None:
+    """Raises TrainerError if no run can resume from the checkpoint's record."""
+    state_of(found)
+    GuardState.of(found)
+
+
+def require_before(finding: Finding, found: Checkpoint) -> None:
+    """Raises TrainerError if the checkpoint is damaged, or from after the samples that a rollback skips."""
+    require_state(found)
+    state = state_of(found)
+    if (state.phase, state.position) > (finding.phase, finding.gap.position):
+        raise TrainerError(f"checkpoint {found.folder} is from after the first sample that the rollback skips")
+
+
+def require_found(found: Checkpoint | None, passed: Sequence[str]) -> None:
+    """Raises TrainerError if there is no checkpoint to go back to."""
+    if found is None:
+        raise TrainerError(
+            "guard: no checkpoint is from before the samples to skip: lower checkpoint.every_steps or raise "
+            "checkpoint.keep, or start a new run with these samples in phases.N.pass_over"
         )
 
 

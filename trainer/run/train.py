@@ -8,25 +8,39 @@ from functools import partial
 from pathlib import Path
 
 from trainer.checkpoint.changed_settings import Setup, since, spelled
+from trainer.checkpoint.leftovers import move_aside, remove
+from trainer.checkpoint.reading import Checkpoint, named, step_of
 from trainer.checkpoint.resume import choose, load, record, require_saved
 from trainer.checkpoint.saving import Saver, stuck_saves
 from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.console import say, silent, warn
-from trainer.engine.engine import Engine
+from trainer.data.loader import StepBatch
+from trainer.data.order import Order
+from trainer.engine.engine import Engine, StepResult
 from trainer.engine.schedule import Phase
 from trainer.engine.stopwatch import Stopwatch
-from trainer.errors import exit_code, explain
+from trainer.errors import NotFiniteError, PassingError, TrainerError, exit_code, explain
 from trainer.exits import FAILED
+from trainer.monitor.guard import GUIDE, OUTSIDE, Finding, Guard, GuardState, Setback
 from trainer.monitor.metrics import Metrics, Subject
 from trainer.ranks.stop import Stop
 from trainer.ranks.world import World, limit_waits, require_shared, together
 from trainer.run.config import to_tree
 from trainer.run.description import describe, devices
+from trainer.run.diagnosis import diagnose
 from trainer.run.evaluation import evaluate
 from trainer.run.folder import forget_end, leave_configuration, leave_end, take
 from trainer.run.fresh import build_model, start
 from trainer.run.phases import PhaseData, Plan, remaining
-from trainer.run.resume_checks import identity, keep_prior, require_allowed, require_same_run
+from trainer.run.resume_checks import (
+    identity,
+    keep_prior,
+    require_allowed,
+    require_before,
+    require_found,
+    require_same_run,
+    require_state,
+)
 
 
 class Run:
@@ -38,12 +52,13 @@ class Run:
         self.folder = Path(config.run.folder)
         self.say = say if world.is_main else silent
         self.stop = Stop(world, config.metrics.log_every_steps)
+        self.guard = Guard(config.guard)
         watch = Stopwatch(world.device)
         self.lock = together(lambda: take(config, self.say) if world.is_main else None, world)
         require_shared(self.folder, world)
         self.identity = together(partial(identity, plan), world)  # once: a save reads no other files
         # before changing anything in the folder: it may be another run's
-        self.found = choose(self.folder, world, state_of, partial(require_allowed, config))
+        self.found = choose(self.folder, world, require_state, partial(require_allowed, config))
         together(self._require_same, world)
         if self.found is not None:
             self.plan = plan = keep_prior(plan, self.found, self.say)
@@ -58,6 +73,7 @@ class Run:
         limit_waits(config.run.timeout_seconds)
         self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
         self._warn_of_leftovers()
+        self.restarts = 0
         self.saved = -1  # the step of the newest checkpoint
         self.heldout: dict[str, float] = {}  # held-out metrics of this step, if it was evaluated
         self.owes = False  # whether this step still needs its evaluation: a stop saves first
@@ -68,7 +84,7 @@ class Run:
     @property
     def over(self) -> bool:
         """Whether the run ends at this step boundary. The same on all ranks."""
-        return self.stop.decided or bool(self.reached)
+        return self.stop.decided or bool(self.reached) or self.guard.ending is not None
 
     def _open_folder(self, watch: Stopwatch) -> Metrics:
         heldout = [data.heldout for data in self.phases if data.heldout is not None]
@@ -84,6 +100,7 @@ class Run:
             checkpoint_steps=self.config.checkpoint.every_steps,
             baselines=tuple(data.baseline for data in self.phases),
             clipping=self.config.optimizer.gradient_clipping,
+            guard=self.guard,
         )
         return Metrics(self.config.metrics, subject, self.world, watch)
 
@@ -99,16 +116,22 @@ class Run:
             self.engine.refresh_weights()
             return TrainState()
         found = self.found
-        load(found, self.engine)
-        state = state_of(found)
-        self.saved, self.heldout = state.step, found.record.get("heldout", {})
+        self.guard.state = GuardState.of(found)
+        self.restarts = state_of(found).restarts + 1
+        state = self._load(found)
         self.reached = self.config.evaluation.stop_at.reached(self.heldout)
         self.say(f"resumed from {found.folder} at step {state.step}")
         ours = Setup(to_tree(self.config), self.identity, self.engine.precision, self.world.size)
         if changed := since(Setup.of(found), ours, state):
             self.say(f"changed since that checkpoint: {spelled(changed)}")
             self.metrics.changed(state.step, changed)
-        return replace(state, restarts=state.restarts + 1)
+        return state
+
+    def _load(self, found: Checkpoint) -> TrainState:
+        load(found, self.engine)
+        state = replace(state_of(found), restarts=self.restarts)
+        self.saved, self.heldout = state.step, found.record.get("heldout", {})
+        return state
 
     def describe(self, state: TrainState) -> None:
         """Report once what actually runs; leave the resolved configuration and the tokenizer in the run's folder."""
@@ -123,6 +146,26 @@ class Run:
         if self.found is not None:
             require_same_run(self.found.record, self.identity, self.config.phases, self.found.folder)
 
+    def order(self, state: TrainState) -> Order:
+        """The order of samples in the state's phase, without what rollbacks made the run skip."""
+        order = self.phases[state.phase].order
+        return replace(order, gaps=order.gaps + self.guard.gaps(state.phase))
+
+    def rate(self, state: TrainState) -> float:
+        """The learning rate of the next step."""
+        return self.guard.rate(state.rate(self.phases[state.phase].phase), state.step)
+
+    def step(self, state: TrainState, batch: StepBatch, rate: float) -> StepResult:
+        """Take an optimizer step. Raises Setback on all ranks if the gradients are not finite."""
+        counts = self.phases[state.phase].weighted(batch.counts)
+        try:
+            return self.engine.step(batch.micro_batches, counts, state.attempts, rate)
+        except NotFiniteError as error:
+            self.metrics.flush()
+            finding = self.guard.overflowed(state, batch.following, str(error))
+            self.metrics.act([finding])
+            raise
+
     def save(self, state: TrainState, due: bool = False) -> None:
         """Save a checkpoint every so many steps, or when ``due``; report how earlier saves ended."""
         ended = []
@@ -131,12 +174,53 @@ class Run:
             self.saved = state.step
             self.metrics.flush()
             more = {"heldout": self.heldout, "identity": self.identity, "config": to_tree(self.config)}
+            more["guard"] = asdict(self.guard.state)
             ended = self.saver.save(state.step, record(self.engine, asdict(state), **more))
             self.metrics.spend("checkpoint")
         elif state.attempts % self.config.metrics.log_every_steps == 0:
             ended = self.saver.look()
         for saved in ended:
             self.metrics.checkpoint(saved)
+            self.metrics.act(self.guard.saved(saved))
+
+    def roll_back(self, setback: Setback) -> TrainState:
+        """Go back to the newest checkpoint from before the samples to skip, and save it again with these in it.
+
+        Equals a restart from that checkpoint. Raises TrainerError on all ranks if the guard must stop the run instead.
+        """
+        finding, self.boundary = setback.finding, None
+        evidence = diagnose(finding, self.phases[finding.phase], self.engine, self.folder, self.world)
+        for saved in self.saver.finish():
+            self.metrics.checkpoint(saved)
+        if (reason := self.guard.refusal(finding)) or finding.action != "rollback":
+            kind = NotFiniteError if isinstance(setback.__context__, NotFiniteError) else TrainerError
+            raise kind(self._spelled(finding, reason, evidence))
+        self.say(f"guard: {evidence}")
+        self.found = found = choose(self.folder, self.world, partial(self._require_before, finding), require_found)
+        assert found is not None  # require_found
+        state = self._load(found)
+        self.guard.went_back(found, finding)
+        together(partial(self._remove, range(state.step + 1, finding.step + 1)), self.world)
+        self.metrics.went_back(state)
+        self.say(f"guard: went back to {found.folder} at step {state.step}")
+        self.counted, self.owes, self.saved = self.metrics.trained, False, -1
+        self.save(state, due=True)
+        return state
+
+    def _require_before(self, finding: Finding, found: Checkpoint) -> None:
+        require_before(finding, found)
+        require_same_run(found.record, self.identity, self.config.phases, found.folder)
+
+    def _remove(self, steps: range) -> None:
+        """Remove the checkpoints of these steps, or a restart would resume from one of them."""
+        for path in named(self.folder) if self.world.is_main else ():
+            if step_of(path) in steps and (aside := move_aside(path)) is not None and (reason := remove(aside)):
+                warn(f"left behind: {reason}")
+
+    def _spelled(self, finding: Finding, *reasons: str) -> str:
+        """The line that ends rank 0; the other ranks end without one."""
+        said = "; ".join(filter(None, [finding.what, *reasons, f"see {GUIDE}"]))
+        return f"the guard stopped the run: {said}" if self.world.is_main else ""
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
         """Evaluate on the phase's held-out shards every so many steps, or when ``due``.
@@ -189,13 +273,26 @@ class Run:
         Raises TrainerError on all ranks, with the reason on rank 0, when the last checkpoint could not be saved.
         """
         self.metrics.flush()
+        ending = self.guard.ending if state.phase < len(self.phases) else None
+        if ending is not None:
+            self.save(state, due=True)
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
         require_saved(self.saver)
+        if ending is not None:
+            raise self._stopped(ending)
         how = "reached" if self.reached else "done" if state.phase == len(self.phases) else "stopped"
         together(lambda: leave_end(self.folder, how, state.step) if self.world.is_main else None, self.world)
         self.metrics.spend("checkpoint")
         self.metrics.end("done" if self.reached else how, f"reached {self.reached}" if self.reached else None)
+
+    def _stopped(self, finding: Finding) -> TrainerError:
+        if finding.sign in OUTSIDE:
+            return PassingError(self._spelled(finding))
+        if not finding.gap.samples:
+            return TrainerError(self._spelled(finding))
+        data = self.phases[finding.phase]
+        return TrainerError(self._spelled(finding, diagnose(finding, data, self.engine, self.folder, self.world)))
 
     def rescue(self, error: BaseException) -> None:
         """Save the steps since the last checkpoint if ``error`` is a shortage between two steps.
@@ -223,7 +320,13 @@ def train(plan: Plan, world: World) -> TrainState:
     """
     run = Run(plan, world)
     try:
-        return _train(run)
+        state = run.restore()
+        run.describe(state)
+        while True:
+            try:
+                return _train(run, state)
+            except Setback as setback:  # raised on all ranks together
+                state = run.roll_back(setback)
     except BaseException as error:
         error.add_note(f"after step {run.metrics.reached}")
         run.rescue(error)
@@ -235,19 +338,18 @@ def train(plan: Plan, world: World) -> TrainState:
             run.lock.close()
 
 
-def _train(run: Run) -> TrainState:
-    state = run.boundary = run.restore()
-    run.describe(state)
+def _train(run: Run, state: TrainState) -> TrainState:
+    run.boundary = state
     run.catch_up(state)
     state = run.entering(state)
     while state.phase < len(run.phases) and not run.over:
         data = run.phases[state.phase]
         size = data.batch(state.phase_step)
-        steps = data.loader.steps(data.order, state.position, *size, run.stop)
+        steps = data.loader.steps(run.order(state), state.position, *size, run.stop)
         with closing(steps):
             for batch in steps:
-                rate, run.boundary = state.rate(data.phase), None
-                result = run.engine.step(batch.micro_batches, data.weighted(batch.counts), state.attempts, rate)
+                rate, run.boundary = run.rate(state), None
+                result = run.step(state, batch, rate)
                 state = run.boundary = state.after(batch, result.applied)
                 run.metrics.step(state, batch, result, rate)
                 state = run.boundary = run.clocked(state, data.phase)
