@@ -41,12 +41,12 @@ def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int) -> Plan:
 def test_the_smallest_gpu_and_the_planner_decide(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = opened(config, monkeypatch, 1800 << 20, 1756 << 20)
+    plan = opened(config, monkeypatch, 1950 << 20, 1908 << 20)
     [phase], [data] = plan.config.phases, plan.phases
     assert "phases.0.micro_batch: auto is " in capsys.readouterr().out and data.phase is phase
     assert isinstance(phase.micro_batch, int) and 100 < phase.micro_batch < 9_000
     assert data.batch(0) == (20_000, -(-10_000 // phase.micro_batch))
-    words = ["--config", str(config), "--gpus", "2", "--memory", "1756MiB", "--tflops", "100", "--set", BATCH, "--set"]
+    words = ["--config", str(config), "--gpus", "2", "--memory", "1908MiB", "--tflops", "100", "--set", BATCH, "--set"]
     assert main([*words, AUTO, "--json", str(tmp_path / "plan.json")]) == 0
     [planned] = json.loads((tmp_path / "plan.json").read_text())["phases"]
     assert phase.micro_batch < planned["largest_micro_batch"]["1"]

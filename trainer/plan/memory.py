@@ -36,9 +36,8 @@ KINDS = (
 OUTSIDE = ("NCCL", "context")  # not in PyTorch's own count, torch.cuda.max_memory_reserved
 ALIGNED = 2  # elements; DeepSpeed pads the row of weights to a multiple of this times the ranks
 
-# Allowances. None was measured: each is to be calibrated on a GPU.
-CUBLAS_BYTES = 32 * MIB  # PyTorch's default workspace for cuBLAS on Hopper
-FRAGMENTED = 0.02  # of activations, logits and workspace: blocks that the allocator cannot use
+# Allowances. The first was fitted to 48 peaks on an H200 (docs/lab.md, 2026-11-29); the other two are assumed.
+WORKSPACE_BYTES = 176 * MIB  # cuBLAS's workspaces, partial sums, and what the allocator rounds up
 NCCL_BYTES = 1 * GIB  # buffers and channels of one communicator; none on one rank
 CONTEXT_BYTES = 600 * MIB  # CUDA's context and the loaded kernels
 
@@ -188,14 +187,16 @@ def peak(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load, accumul
     """Bytes by kind at the moment of the step when their sum is largest.
 
     At the end of the forward pass, everything that backward needs is kept. What a later moment takes beyond that, in
-    the space that the logits and activations have left by then, is counted as workspace.
+    the space that the logits and activations have left by then, is counted as workspace. So is a second block of the
+    logits' size, which PyTorch's allocator reserved on an H200. Backward frees the logits first; probably smaller
+    tensors then divide their block.
     """
     found = resident(sizes, setting, accumulates)
     held = kept(model, load, setting.element, setting.checkpointing)
     passing = pass_bytes(model, sizes, setting, load)
     found["weights"] += _gathered(sizes, setting)
     found["activations"], found["logits"] = held.encoder + held.heads, held.logits
-    found["workspace"] = passing - sum(held) + CUBLAS_BYTES + round(FRAGMENTED * passing)
+    found["workspace"] = passing - sum(held) + held.logits + WORKSPACE_BYTES
     return found
 
 
