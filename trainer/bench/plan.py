@@ -11,8 +11,8 @@ ZeRO stage, and the kinds of activation checkpointing take turns over the shapes
 and each size of micro-batch. ``--checkpointing`` measures its kinds at every shape instead. A row that fails says why,
 and the next one follows.
 
-Then the first engine gets a limit on PyTorch's memory. The largest micro-batch that fits by the plan must run, and one
-a tenth larger must not. On CPUs a small model only shows that this works.
+Then the first engine gets a limit on PyTorch's memory. The largest micro-batch that fits by the plan, which leaves 5 %
+free, must run, and one a tenth larger must not. On CPUs a small model only shows that this works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainer.errors import TrainerError, one_line
 from trainer.model.batch import GlobalCounts
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.checkpointing import Checkpointing
-from trainer.plan.cards import CARDS, Card, choose, read_rates
+from trainer.plan.cards import CARDS, SPARE, Card, choose, read_rates
 from trainer.plan.estimate import largest
 from trainer.plan.lengths import Lengths
 from trainer.plan.memory import CONTEXT_BYTES, GIB, Load, Setting, peak, reserved, sizes
@@ -143,7 +143,7 @@ class Bench:
         most = largest(self.model, self.setting, sizes(self.model), lengths, 2**16, card)
         print_result(
             f"\nlimit {limit / GIB:.2f} GiB, {self.size}, ZeRO {self.setting.stage}: by the plan {most:,} sequences of "
-            f"{LIMIT_LENGTH} fit"
+            f"{LIMIT_LENGTH} fit, with {SPARE:.0%} left free"
         )
         total = torch.cuda.get_device_properties(self.world.device).total_memory if self.cuda else 0
         if most < 10 or limit >= total:

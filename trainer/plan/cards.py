@@ -24,6 +24,7 @@ import numpy as np
 from data_prep.atomic import replacing
 from data_prep.json_text import read_json, shown
 from trainer.errors import TrainerError, shortage
+from trainer.plan.memory import GIB
 
 CARDS = Path(__file__).with_name("cards.json")
 # Picoseconds per updated parameter: docs/lab.md, 2026-11-28, BERT-Large's 336 million. Other cards: the slower one's.
@@ -33,6 +34,9 @@ OPTIMIZER_PS = {
 }
 
 
+# Share of a GPU's memory that must stay free: micro-batches may be fuller than any that was drawn, and on an H200 the
+# plan was up to 4 % too low (docs/lab.md, 2026-11-29).
+SPARE = 0.05
 NEAR = 1.2  # beyond the measured range by this factor, a plan says so
 LARGEST = 1e12  # of any number in a table
 
@@ -61,6 +65,11 @@ class Card:
     memory_gib: float
     rates: tuple[Rate, ...]  # empty if ``tflops`` was given
     tflops: float | None = None  # the same for every model
+
+    @property
+    def room(self) -> float:
+        """Bytes that a run may use: all but SPARE of the memory."""
+        return (1 - SPARE) * self.memory_gib * GIB
 
     def rate(self, hidden: int, length: float, tokens: float) -> float:
         """The rate for a model's width and a micro-batch, in TFLOP/s.

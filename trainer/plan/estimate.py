@@ -14,7 +14,7 @@ from trainer.errors import TrainerError
 from trainer.model.bert import ModelConfig
 from trainer.model.checkpointing import Checkpointing
 from trainer.plan import goodput
-from trainer.plan.cards import Card, doubts
+from trainer.plan.cards import SPARE, Card, doubts
 from trainer.plan.lengths import Lengths
 from trainer.plan.memory import GIB, Bytes, Load, Setting, Sizes, host_bytes, peak, reserved, sizes
 from trainer.plan.speed import Network, step_time
@@ -23,12 +23,9 @@ from trainer.run.config import Config
 STAGES = (0, 1, 2, 3)
 MOST_RANKS = 4096  # tried when nothing fits
 LEAST_GOODPUT = 0.05  # with less, a plan is refused
-# Share of a GPU's memory that micro_batch: auto leaves free, for micro-batches that are fuller than any that was drawn
-# and for fragmentation. Assumed.
-SPARE = 0.05
 NOTES = (
     "not counted: evaluation, waiting for data, start-up",
-    "not calibrated on a GPU: workspace, NCCL, context; latency; the copy of a checkpoint",
+    "not calibrated on a GPU: NCCL, context; latency; the copy of a checkpoint",
 )
 
 
@@ -77,11 +74,6 @@ class Run:
     hardware: Hardware
     setting: Setting
     sizes: Sizes
-
-    @property
-    def room(self) -> float:
-        """Bytes of a GPU."""
-        return self.hardware.card.memory_gib * GIB
 
     def needs(self, each: PhasePlan, setting: Setting | None = None) -> Bytes:
         """Bytes of a rank by kind in a phase, at their peak."""
@@ -175,7 +167,7 @@ def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardwar
         gpus=hardware.ranks,
         nodes=hardware.nodes,
         card=hardware.card.name,
-        card_bytes=round(run.room),
+        card_bytes=round(hardware.card.memory_gib * GIB),
         network=hardware.network,
         zero_stage=setting.stage,
         precision=setting.precision,
@@ -200,8 +192,7 @@ def _plan_phase(run: Run, phase: Phase, lengths: Lengths) -> PhasePlan:
     share = -(-global_batch // setting.ranks)
     most = {stage: run.largest(lengths, share, at_stage(setting, stage)) for stage in STAGES}
     if phase.micro_batch == "auto":
-        auto = automatic(run.config.model, setting, run.sizes, lengths, share, hardware.card)
-        phase = replace(phase, micro_batch=max(1, auto))
+        phase = replace(phase, micro_batch=max(1, most[setting.stage]))
     _, accumulation = batch_of(phase, setting.ranks)
     work = lengths, (global_batch, accumulation), (hardware.card, hardware.network)
     parts = step_time(run.config.model, run.sizes, setting, run.config.optimizer.name, *work)
@@ -251,11 +242,14 @@ def _checkpoints(run: Run, seconds: float, steps: int) -> Checkpoints:
 
 
 def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengths, share: int, card: Card) -> int:
-    """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits."""
+    """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits.
+
+    They fit if SPARE of the card's memory stays free.
+    """
 
     def fits(sequences: int) -> bool:
         load = lengths.fullest(sequences)
-        return sum(peak(model, counted, setting, load, sequences < share).values()) <= card.memory_gib * GIB
+        return sum(peak(model, counted, setting, load, sequences < share).values()) <= card.room
 
     if fits(share):
         return share
@@ -266,18 +260,13 @@ def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengt
     return low
 
 
-def automatic(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengths, share: int, card: Card) -> int:
-    """The number for ``micro_batch: auto``: the most sequences that fit into all but SPARE of the memory, or 0."""
-    return largest(model, setting, counted, lengths, share, replace(card, memory_gib=(1 - SPARE) * card.memory_gib))
-
-
 def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> None:
     """Raise TrainerError, with what would be possible, if a phase does not fit into a GPU's memory."""
-    needs = sum(run.needs(each).values())
-    if needs <= run.room:
+    needs, room = sum(run.needs(each).values()), run.hardware.card.room
+    if needs <= room:
         return
     said = f"phases.{number}: a micro-batch of {each.micro_batch.sequences:,} sequences needs {needs / GIB:,.2f} GiB"
-    said += f" under ZeRO {run.setting.stage}, and a GPU has {run.room / GIB:,.2f} GiB"
+    said += f" under ZeRO {run.setting.stage}, and {1 - SPARE:.0%} of a GPU's memory is {room / GIB:,.2f} GiB"
     most, share = each.largest_micro_batch[run.setting.stage], -(-each.global_batch // run.setting.ranks)
     if most == 0:
         raise TrainerError(f"{said}: {_alternatives(run, each, lengths)}")
@@ -287,7 +276,7 @@ def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> N
         more = " and change accumulation to keep the global batch" if given.global_batch is None else ""
         change = f"set micro_batch to {most:,}{more}"
     for kind in get_args(Checkpointing):
-        if sum(run.needs(each, replace(run.setting, checkpointing=kind)).values()) <= run.room:
+        if sum(run.needs(each, replace(run.setting, checkpointing=kind)).values()) <= room:
             raise TrainerError(f"{said}: {change}, or set engine.checkpointing to {kind}")
     raise TrainerError(f"{said}: {change}")
 

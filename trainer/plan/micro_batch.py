@@ -17,8 +17,8 @@ from trainer.checkpoint.train_state import state_of
 from trainer.console import say
 from trainer.engine.schedule import MOST_TOKENS, batch_problems
 from trainer.errors import TrainerError
-from trainer.plan.cards import Card
-from trainer.plan.estimate import SPARE, automatic, setting_of
+from trainer.plan.cards import SPARE, Card
+from trainer.plan.estimate import largest, setting_of
 from trainer.plan.lengths import lengths_of
 from trainer.plan.memory import CONTEXT_BYTES, GIB, sizes
 from trainer.ranks.world import World, broadcast_text, gather_texts, together
@@ -79,7 +79,7 @@ def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int, where: str) -
     phase, loader, config = data.phase, data.loader, plan.config
     share = min(-(-data.global_batch // ranks), (MOST_TOKENS - 1) // phase.sequence_length)
     card, lengths = Card("a rank's GPU", room / GIB, ()), lengths_of(loader.folder, loader.manifest)
-    most = automatic(config.model, setting_of(config, ranks), sizes(config.model), lengths, share, card)
+    most = largest(config.model, setting_of(config, ranks), sizes(config.model), lengths, share, card)
     if most == 0:
         said = (
             f"{where}.micro_batch is auto, but not even one sequence fits into {1 - SPARE:.0%} of {room / GIB:.2f} GiB"

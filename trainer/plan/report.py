@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from data_prep.atomic import replacing
 from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
+from trainer.plan.cards import SPARE
 from trainer.plan.estimate import STAGES, Hardware, Plan
 from trainer.plan.goodput import mean_time_between
 from trainer.plan.memory import GIB, KINDS, MIB
@@ -66,6 +67,7 @@ def _memory(plan: Plan) -> list[str]:
         f"{each.micro_batch.tokens:,} tokens",
         *_table(rows, [12] * len(STAGES)),
         "* as configured. ZeRO 0 computes in fp32. DeepSpeed's buffers of ZeRO 0 and 3 are estimates.",
+        f"A micro-batch fits if {SPARE:.0%} of the GPU's memory stays free.",
         *([f"host memory of a node for the optimizer: {_gib(host)} GiB"] if host else []),
     ]
 
