@@ -222,6 +222,17 @@ def test_rates_between_the_measured_ones() -> None:
     assert ["hidden", "length", "micro-batches"] == [line.split()[0] for line in doubts(card, 64, 900, 100)]
 
 
+def test_few_tokens_take_the_time_of_the_kernels_launches() -> None:
+    one = (rate(512, 128, 200),)  # 100 ms for 12 layers
+    for rates, least in ((one, 0.0), ((*one, rate(512, 64, 100, TOKENS // 4)), 0.2)):
+        card = Card("NVIDIA X1", 40.0, rates)
+        assert card.least_seconds(LARGE.layers) == pytest.approx(least)
+        assert replace(card, tflops=9.0).least_seconds(LARGE.layers) == 0
+        work = full(128), (2, 2), (card, assumed(1, 1))
+        found = step_time(LARGE, sizes(LARGE), Setting(1, "fp16", 1), "lamb", *work)["compute"]
+        assert found == pytest.approx(2 * least) if least else found < 0.01
+
+
 REFUSED_RATES = [
     (json.dumps([asdict(rate(0, 1, 1))]), "hidden is 0"),
     (json.dumps([asdict(rate(10**30, 1, 1))]), "hidden is 1000"),  # numpy cannot interpolate it

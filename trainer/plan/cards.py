@@ -7,7 +7,8 @@ Rates are TFLOP/s of :mod:`trainer.model.flops` over forward and backward passes
 measured sizes of micro-batches, lengths and widths: linearly in the length, and in the logarithm of the width. The time
 of a micro-batch is taken as linear in its tokens, so a token's time is linear in their inverse. If a width was measured
 at fewer lengths than the one with the most, the other lengths are scaled as that one's are. Outside the measured range
-the nearest value holds, and :func:`doubts` says so.
+the nearest value holds, and :func:`doubts` says so. However few tokens a micro-batch has, it takes
+:meth:`Card.least_seconds`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ OPTIMIZER_PS = {
     "NVIDIA H100 80GB HBM3": {"lamb": 12.33, "adam": 10.30},
     "NVIDIA H200": {"lamb": 9.35, "adam": 7.38},
 }
-
-
 # Share of a GPU's memory that must stay free: micro-batches may be fuller than any that was drawn, and on an H200 the
 # plan was up to 4 % too low (docs/lab.md, 2026-11-29).
 SPARE = 0.05
@@ -77,6 +76,18 @@ class Card:
         ``length``: the mean over tokens of their sequence's length. ``tokens``: of the micro-batch.
         """
         return self.tflops if self.tflops is not None else interpolated(self.rates, hidden, length, tokens)
+
+    def least_seconds(self, layers: int) -> float:
+        """The least time of a micro-batch: the host must launch its kernels, however few tokens it has.
+
+        It is ``layers`` times the shortest measured time per layer, or 0 if the card was measured with large
+        micro-batches only. Those with at most half of the largest one's tokens count.
+        """
+        if self.tflops is not None:
+            return 0.0
+        half = max(row.tokens for row in self.rates) / 2
+        by_layer = [row.milliseconds / row.layers for row in self.rates if row.tokens <= half]
+        return layers * min(by_layer, default=0.0) / 1000
 
     def optimizer_ps(self, optimizer: str) -> float:
         """Picoseconds of an update per parameter."""

@@ -100,7 +100,8 @@ def step_time(
     counts = lengths.batch(global_batch)
     tokens = counts.tokens / ranks / micro_batches
     rate = 1e12 * card.rate(model.hidden, lengths.squares / lengths.tokens, tokens)
-    compute = model_flops(model, counts) / ranks / rate * CHECKPOINTING_FACTOR[setting.checkpointing]
+    least = micro_batches * card.least_seconds(model.layers)
+    compute = max(model_flops(model, counts) / ranks / rate, least) * CHECKPOINTING_FACTOR[setting.checkpointing]
     update = OFFLOADED_PS if setting.offloads else card.optimizer_ps(optimizer)
     one_pass = network.pass_seconds(setting.element * sizes.padded(ranks), ranks)
     reduction = 2 * one_pass if setting.deepspeed_bf16 or setting.stage == 0 else one_pass
