@@ -221,8 +221,6 @@ def _notes(run: Run, phases: Sequence[PhasePlan], data: Sequence[Lengths]) -> tu
     for each, lengths in zip(phases, data, strict=True):
         length = lengths.squares / lengths.tokens
         found += doubts(run.hardware.card, run.config.model.hidden, length, each.micro_batch.tokens)
-    if run.setting.checkpointing != "none":
-        found.append(f"engine.checkpointing {run.setting.checkpointing}: its time is not measured")
     return (*dict.fromkeys(found), *NOTES)
 
 
