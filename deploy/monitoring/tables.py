@@ -170,6 +170,9 @@ OVERVIEW: PanelRows = {
         Panel("Lost steps", "locale", "LambertRestartLoop",
               "Steps repeated after the last restart. Good: below the checkpoint interval.",
               {"repeated": gauge("rolled_back_steps")}, width=6),
+        Panel("Ranks and restarts", "locale", "LambertRestartLoop LambertAbsent",
+              "Ranks that train, and restarts so far. Good: flat. With --nnodes MIN:MAX, ranks fall and return.",
+              {"ranks": gauge("ranks"), "restarts": gauge("restarts")}, width=24),
     ],
     "The run": [
         Panel("Alerts that fire", "none", "LambertStalled LambertAbsent LambertFailed",

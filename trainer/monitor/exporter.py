@@ -43,6 +43,7 @@ RUN_SERIES: SeriesTable = {
     "step": (Gauge, {}, "Optimizer steps taken since the run began, across restarts."),
     "target_steps": (Gauge, {}, "Optimizer steps set by the configuration."),
     "phase": (Gauge, {}, "Number of the current phase, starting at 0."),
+    "ranks": (Gauge, {}, "Number of ranks that train, which may change when the run restarts."),
     "restarts": (Gauge, {}, "Number of restarts, including those that took no step."),
     "rolled_back_steps": (Gauge, {}, "Steps lost at the last restart or rollback, which are taken again."),
     "guard_actions": (Counter, {"action": ACTIONS}, "What the guard did in this process: see docs/guard.md."),

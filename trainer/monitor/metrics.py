@@ -141,6 +141,7 @@ class Metrics:
         if world.is_main:
             if subject.target_steps is not None:
                 self.exporter("target_steps").set(subject.target_steps)
+            self.exporter("ranks").set(self.world.size)
             self.exporter("checkpoint_interval_steps").set(subject.checkpoint_steps)
             self.exporter("peak_flops").set(self._peak_flops())
             path = subject.folder / METRICS_LOG
