@@ -1,10 +1,12 @@
 """Starts this node's ranks, waits for them and reports how they ended. Can run as process 1 of a container.
 
-    python -m deploy.launch [--nproc-per-node N|auto] [--nnodes N --node-rank K --master-addr HOST] [-m MODULE] ARGS…
+    python -m deploy.launch [--nproc-per-node N|auto] [--nnodes N|MIN:MAX --node-rank K --master-addr HOST]
+                            [-m MODULE] ARGS…
 
 A rank is ``python -m trainer ARGS…``. SIGTERM, SIGINT (Ctrl-C) and SIGHUP are forwarded once, as SIGTERM: the ranks
 stop at a step boundary and save. If a rank fails, the others get a limited time to end. No process is left behind. The
-exit code is the most informative one of :mod:`trainer.exits`, or 128 plus a signal number.
+exit code is the most informative one of :mod:`trainer.exits`, or 128 plus a signal number. With a range of nodes, the
+ranks are started again when a node is lost or returns (:mod:`deploy.elastic`).
 
 Signals stay blocked and are read from the queue between other work, so none interrupts it and none is lost. Linux only.
 """
@@ -20,16 +22,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from data_prep.streams import end_process, say_error, write_whole_lines
-from deploy.node import NODE_OPTIONS, LaunchError, read_node
+from deploy.elastic import Member, OfficeProcess, Outcome, take_part
+from deploy.node import NODE_OPTIONS, LaunchError, Node, read_node
 from deploy.reasons import End, describe, judge, leave_message
 from trainer.exits import DONE, FAILED, REFUSED, STOPPED
+from trainer.ranks.seal import SECRET
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TERMINATION_LOG = Path("/dev/termination-log")  # where Kubernetes looks for a container's last message
@@ -39,7 +43,6 @@ LAST = 30.0  # seconds from that SIGTERM to SIGKILL
 ORPHANS = 2.0  # seconds for processes that ranks left behind, such as shared-memory trackers, to finish
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # from prctl.h
 LIBC = ctypes.CDLL(None)
-Outcome = tuple[int, str, bool]  # the exit code, the reason, and whether a rank's last line already states it
 
 
 def main() -> NoReturn:
@@ -69,15 +72,33 @@ def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals
     """Start the ranks and wait for them. ``folder`` holds this launch's temporary files. Raises LaunchError."""
     given = {option: vars(options)[option.strip("-").replace("-", "_")] for option in NODE_OPTIONS}
     node = read_node(given, os.environ, partial(count_gpus, folder / "gpus", stops))
+    if node.least is None:
+        return attempt(options, words, stops, folder, Alone(), node)
+    member = Member(node, os.environ.get(SECRET, ""))
+    office = OfficeProcess(node, start)
+    with closing(member):
+        return take_part(member, partial(attempt, options, words, stops, folder, member), partial(pause, stops), office)
+
+
+def attempt(
+    options: argparse.Namespace,
+    words: list[str],
+    stops: set[signal.Signals],
+    folder: Path,
+    leader: Alone | Member,
+    node: Node,
+) -> Outcome:
+    """Start the ranks in this place and wait for them."""
     say_error(f"lambert: {node}")
     threads = max(1, len(os.sched_getaffinity(0)) // node.ranks)
     running: dict[int, int] = {}
     for local_rank in range(node.ranks):
         rank = node.first + local_rank
+        (folder / str(rank)).unlink(missing_ok=True)  # an earlier attempt's
         own = node.environment(local_rank) | {"LAMBERT_LAST_WORDS": str(folder / str(rank))}
         command = [sys.executable, "-m", options.module, *words]
         running[start(command, {"OMP_NUM_THREADS": str(threads)} | os.environ | own)] = rank
-    ends, asked = watch(running, stops, options.grace_seconds)
+    ends, asked = watch(running, stops, options.grace_seconds, leader)
     ends = [replace(end, words=last_words(folder / str(end.rank))) for end in ends]
     code, speaker = judge(ends, asked)
     if speaker is None:
@@ -85,27 +106,50 @@ def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals
     return code, describe(speaker, alone=node.nodes == 1), [end for end in ends if end.words] == [speaker]
 
 
-def watch(running: dict[int, int], stops: set[signal.Signals], grace: float) -> tuple[list[End], bool]:
+class Alone:
+    """What a launch on fixed nodes has in place of a :class:`~deploy.elastic.Member`: nobody else decides."""
+
+    poll = 3600.0  # seconds
+
+    def fail(self) -> None:
+        """A rank has failed."""
+
+    def leave(self) -> None:
+        """A stop was requested."""
+
+    def next(self) -> None:
+        """No order ever comes."""
+
+
+def watch(
+    running: dict[int, int], stops: set[signal.Signals], grace: float, leader: Alone | Member
+) -> tuple[list[End], bool]:
     """Wait for all processes in ``running`` (pid: rank), emptying it. Returns their ends and if a stop was requested.
 
     A rank that finished, or stopped and saved, sets no deadline for the others: rank 0 may wait for a last scrape.
     """
     ends: list[End] = []
     sent: set[int] = set()
-    asked, end_at, kill_at = False, math.inf, math.inf
+    stopped, asked, end_at, kill_at = False, False, math.inf, math.inf
     while running:
         wait = min(end_at, kill_at) - time.monotonic()
-        taken = signal.sigtimedwait(stops | {signal.SIGCHLD}, min(max(wait, 0), 3600))
+        taken = signal.sigtimedwait(stops | {signal.SIGCHLD}, min(max(wait, 0), leader.poll))
         now = time.monotonic()
         for pid, code in reap():
             if pid in running:
                 ends.append(End(running.pop(pid), code, now, ours=-code in sent))
                 if code not in (DONE, STOPPED):
                     end_at = min(end_at, now + (REFUSAL if code == REFUSED else NOTICE))
-        if taken and taken.si_signo in stops and not asked:
-            asked, kill_at = True, min(kill_at, now + grace)
+                    leader.fail()
+        order = leader.next() or {}
+        if taken and taken.si_signo in stops and not stopped:
+            stopped = True
             say_error(f"lambert: {signal.Signals(taken.si_signo).name}: stopping")
+            leader.leave()
+        if not asked and (stopped or "save" in order):
+            asked, kill_at = True, min(kill_at, now + grace)
             send(signal.SIGTERM, running, sent)
+        kill_at = min(kill_at, now + order.get("kill", math.inf))
         if now >= end_at:
             end_at, kill_at = math.inf, min(kill_at, now + LAST)
             send(signal.SIGTERM, running, sent)
@@ -114,6 +158,16 @@ def watch(running: dict[int, int], stops: set[signal.Signals], grace: float) -> 
             send(signal.SIGKILL, running, sent)
     # a scheduler may signal the ranks too, and they may end before we receive our own signal
     return [replace(end, ours=end.ours or (asked and end.code == -signal.SIGTERM)) for end in ends], asked
+
+
+def pause(stops: set[signal.Signals], seconds: float) -> bool:
+    """Wait, or until a child ends or a stop is requested, and return whether one was."""
+    taken = signal.sigtimedwait(stops | {signal.SIGCHLD}, seconds)
+    list(reap())
+    if taken and taken.si_signo in stops:
+        say_error(f"lambert: {signal.Signals(taken.si_signo).name}: stopping")
+        return True
+    return False
 
 
 def send(number: signal.Signals, running: Iterable[int], sent: set[int]) -> None:
@@ -176,7 +230,9 @@ def children() -> list[int]:
 def count_gpus(answer: Path, stops: set[signal.Signals]) -> int:
     """Count the GPUs that PyTorch sees, in a child process that writes ``answer``. Raises LaunchError."""
     code = "import sys, torch; print(torch.cuda.device_count(), file=open(sys.argv[1], 'w'))"
-    ends, asked = watch({start([sys.executable, "-c", code, str(answer)], dict(os.environ)): 0}, stops, math.inf)
+    ends, asked = watch(
+        {start([sys.executable, "-c", code, str(answer)], dict(os.environ)): 0}, stops, math.inf, Alone()
+    )
     if asked:
         raise LaunchError("stopped before any rank was started", code=STOPPED)
     if ends[0].code != DONE:

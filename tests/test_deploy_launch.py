@@ -236,6 +236,8 @@ def test_torchruns_variables_say_the_place() -> None:
     }
     given = {"--node-rank": "0", "--nproc-per-node": "1", "--master-port": "1234"}
     assert read_node(given, environ, no_gpus) == Node(0, 2, 1, "pod-0.svc", 1234)
+    given |= {"--nnodes": "2:4", "--max-restarts": "5"}
+    assert read_node(given, environ, no_gpus) == Node(0, 4, 1, "pod-0.svc", 1234, least=2, restarts=5)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,8 @@ def test_ranks_are_counted(asked: str, gpus: int, count: int) -> None:
             {"PET_NPROC_PER_NODE": "1000000000"},
             ["PET_NPROC_PER_NODE is '1000000000': make it a whole number from 1 to 4096, or auto, gpu, cpu"],
         ),
-        ({"PET_NNODES": "1:4"}, ["PET_NNODES is '1:4': make it a whole number from 1 to 100000"]),
+        ({"PET_NNODES": "4:2"}, ["PET_NNODES is '4:2': make it MIN:MAX, two whole numbers from 1 to 100000"]),
+        ({"PET_NNODES": "0:4"}, ["PET_NNODES is '0:4': make it MIN:MAX, two whole numbers from 1 to 100000"]),
         ({"PET_NODE_RANK": "1"}, ["PET_NODE_RANK is 1: make it less than --nnodes, 1"]),
         ({"PET_MASTER_PORT": "70000"}, ["PET_MASTER_PORT is '70000': make it a whole number from 1 to 65535"]),
         (

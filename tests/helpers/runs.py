@@ -55,6 +55,17 @@ def lines(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in (read_lines(path) if path.exists() else []) if record["event"] == event]
 
 
+def kept_steps(folder: Path) -> list[dict[str, Any]]:
+    """The run's applied steps in the order in which they were taken, without those that a restart rolled back."""
+    kept: list[dict[str, Any]] = []
+    for line in read_lines(folder / "metrics.jsonl"):
+        if line["event"] == "start":
+            kept = [step for step in kept if step["step"] <= line["step"]]
+        elif line["event"] == "step" and line["applied"]:
+            kept.append(line)
+    return kept
+
+
 def wait_for(done: Callable[[], object], *processes: Forked, timeout: float = 120) -> None:
     """Wait until ``done()``; fails with the output of the first process that ends before that."""
     deadline = time.monotonic() + timeout

@@ -19,6 +19,7 @@ MPI_VARIABLES = {
 }
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OTHER_MPIS = ("PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+ELASTIC = "LAMBERT_ELASTIC"  # environment variable, set by deploy.launch if the number of nodes may change
 PORTS = range(20_000, 30_000)  # below the ephemeral ports
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+SECRET = "LAMBERT_SECRET"  # environment variable: seals what ranks and launchers exchange when they meet
 LARGEST_TEXT_BYTES = 1 << 20  # bytes of a sealed text
 SEAL_CHARACTERS = 64  # characters of a seal
 

@@ -24,13 +24,13 @@ from safetensors import SafetensorError
 from data_prep.streams import end_process, say_error
 from trainer.errors import LostError, PassingError, TrainerError, exit_code, explain
 from trainer.exits import FAILED
-from trainer.ranks.launchers import MPI_VARIABLES, describe, on_one_node
+from trainer.ranks.launchers import ELASTIC, MPI_VARIABLES, describe, on_one_node
 from trainer.ranks.meeting import Account, Meeting, meet
 from trainer.ranks.network import free_port
+from trainer.ranks.seal import SECRET
 
 Result = TypeVar("Result")
 LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600  # limit for timeouts, in seconds: more is a typo, and overflows clocks
-SECRET = "LAMBERT_SECRET"  # environment variable: seals what the ranks exchange when they meet
 PORT = "29500"  # torchrun's default, used if the launcher names none
 SHARE_SECONDS = 30.0  # for a network file system to show a new file on another node
 
@@ -162,6 +162,11 @@ def speaks_first() -> bool:
     with suppress(TrainerError):
         return describe(os.environ).get("LOCAL_RANK", "0") == "0"
     return True
+
+
+def may_change() -> bool:
+    """Whether the launcher may start the run again on another number of ranks."""
+    return ELASTIC in os.environ
 
 
 def settings() -> dict[str, str]:

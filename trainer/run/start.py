@@ -20,6 +20,7 @@ from trainer.ranks.world import (
     World,
     from_launcher,
     join,
+    may_change,
     settings,
     speaks_first,
 )
@@ -39,6 +40,8 @@ def prepare(path: str, overrides: list[str], ranks: int | None = None) -> tuple[
         world = from_launcher(config.run.device)
         started = ranks if ranks is not None and world.size == 1 else world.size
         require_fitting(config, started, world.device)
+        if may_change():
+            require_any_size(config)
         return open_phases(config, world), world
     except (TrainerError, backend.UnavailableError, OSError, MemoryError) as error:
         if not speaks_first():
@@ -56,6 +59,25 @@ def require_fitting(config: Config, ranks: int, device: torch.device) -> None:
     require_implementation(config.optimizer, config.engine.zero_stage, ranks, device)
     with backend.using(config.engine.kernels):
         backend.resolve(device.type)
+
+
+def require_any_size(config: Config) -> None:
+    """Raise TrainerError if the run could not restart on another number of ranks with the same batches.
+
+    Otherwise it would be refused only when the first node is lost, perhaps at night.
+    """
+    problems = []
+    if config.run.ranks is not None:
+        problems.append(f"run.ranks is {config.run.ranks}: remove it")
+    if config.run.resume == "never":
+        problems.append("run.resume is never: set it to auto")
+    problems += [
+        f"phases.{index} has accumulation: set global_batch and micro_batch in its place"
+        for index, phase in enumerate(config.phases)
+        if phase.accumulation is not None
+    ]
+    if problems:
+        raise TrainerError(f"with --nnodes MIN:MAX the run may restart on other ranks: {'; '.join(problems)}")
 
 
 def meet(plan: Plan, world: World) -> None:

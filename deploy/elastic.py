@@ -1,0 +1,173 @@
+"""A node's part in a run whose number of nodes may change: it does what node 0's office says, attempt after attempt.
+
+PyTorch's own elastic launcher is not used: its rendezvous unpickles what anyone who reaches its port has written, it
+compares clocks of different nodes, it starts a refused run again, and it notices a lost node only when the ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from data_prep.streams import say_error
+from deploy.node import LaunchError, Node
+from deploy.office import PULSE, SILENCE
+from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, PATIENCE
+from deploy.wire import Message, Wire
+from trainer.exits import LOST, STOPPED
+
+POLL = 0.2  # seconds between two looks at the connection
+CONNECT = 3.0  # seconds for a connection to be made
+PREDECESSOR = 10.0  # seconds for an earlier launcher to leave the port
+Outcome = tuple[int, str, bool]  # the exit code, the reason, and whether a rank's last line already states it
+
+
+class Member:
+    """This node's connection to the office on node 0."""
+
+    poll = POLL
+
+    def __init__(self, node: Node, secret: str) -> None:
+        self.node, self.secret = node, secret
+        self.leaving = False  # this node was asked to stop
+        self._wire: Wire | None = None
+        self._inbox: deque[Message] = deque()
+        self._pulse = self._tried = 0.0
+        self._known = False  # whether the office has sent something over this connection
+        self._told = False  # whether it was reported that the office cannot be reached
+        self.seen = time.monotonic()  # when the office was last heard
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection."""
+        return self._wire is not None
+
+    def connect(self) -> None:
+        """Try to reach the office, at most once a second."""
+        if self._wire is not None or time.monotonic() < self._tried + PULSE:
+            return
+        self._tried = time.monotonic()
+        host = "127.0.0.1" if self.node.number == 0 else self.node.address
+        try:
+            connection = socket.create_connection((host, self.node.port), CONNECT)
+        except OSError as error:  # not there yet, or its name is not
+            self._tell(f"does not answer yet ({error.strerror or error})")
+            return
+        self._wire, self._known = Wire(connection, self.secret, answers=False), False
+        self._inbox.clear()
+        self.send({"node": self.node.number, "ranks": self.node.ranks})
+
+    def send(self, message: Message) -> None:
+        """Tell the office something, if it can be reached."""
+        if self._wire is not None:
+            self._wire.send(message)
+
+    def fail(self) -> None:
+        """Tell the office that a rank of this node has failed."""
+        self.send({"failing": True})
+
+    def leave(self) -> None:
+        """Tell the office that this node was asked to stop."""
+        self.leaving = True
+        self.send({"leaving": True})
+
+    def close(self) -> None:
+        """Close the connection: the office waits for that once the run is over."""
+        if self._wire is not None:
+            self._wire.close()
+
+    def next(self) -> Message | None:
+        """Return the office's next order, if there is one. If the office is lost, that is to kill the ranks."""
+        if self._inbox or self._wire is None:
+            return self._inbox.popleft() if self._inbox else None
+        now, silent = time.monotonic(), False
+        try:
+            if now > self._pulse + PULSE:
+                self._pulse = now
+                self._wire.send({})
+            if found := self._wire.receive():
+                self.seen, self._known, self._told = now, True, False
+                self._inbox.extend(message for message in found if message)
+            silent = now - self._wire.heard > SILENCE
+            if silent:
+                raise ConnectionError(f"no sign of it for {now - self._wire.heard:.0f} s")
+        except OSError as error:
+            if self._known:
+                say_error(f"lambert: lost node 0's launcher: {error}")
+            else:
+                self._tell(f"does not let this node in ({error}): see that its number and LAMBERT_SECRET are right")
+            self._wire.close()
+            self._wire = None
+            return {"kill": AFTER_SILENCE if silent else AFTER_FAILURE}
+        return self._inbox.popleft() if self._inbox else None
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            say_error(f"lambert: node 0's launcher at {self.node.address}:{self.node.port} {what}; trying again")
+        self._told = True
+
+
+class OfficeProcess:
+    """The office's process, on node 0. ``start`` starts a command and returns its pid. Raises LaunchError."""
+
+    def __init__(self, node: Node, start: Callable[[list[str], dict[str, str]], int]) -> None:
+        self.node, self.start, self.pid = node, start, 0
+        self.listener = listen(node.port) if node.number == 0 else None
+
+    def open(self) -> None:
+        """Start the office if this is node 0 and none runs, perhaps because it was killed."""
+        if self.listener is None or (self.pid and Path(f"/proc/{self.pid}").exists()):
+            return
+        node, listens = self.node, self.listener.fileno()
+        numbers = [node.least, node.nodes, node.ranks, node.restarts, listens]
+        command = [sys.executable, "-m", "deploy.office", *(str(number) for number in numbers)]
+        os.set_inheritable(listens, True)  # only for this process, not for the ranks
+        self.pid = self.start(command, dict(os.environ))
+        os.set_inheritable(listens, False)
+
+
+def listen(port: int) -> socket.socket:
+    """Listen on all addresses of this node. Raises LaunchError if the port is in use."""
+    until, both = time.monotonic() + PREDECESSOR, socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    while True:
+        try:
+            return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        except OSError as error:
+            if time.monotonic() > until:
+                why = os.strerror(error.errno or 0)
+                raise LaunchError(f"error: port {port}: {why}: set another --master-port") from None
+        time.sleep(POLL)
+
+
+def take_part(
+    member: Member, attempt: Callable[[Node], Outcome], pause: Callable[[float], bool], office: OfficeProcess
+) -> Outcome:
+    """Start the ranks as often as the office says, and return how this node ends.
+
+    ``attempt``: starts the ranks in a place and waits for them. ``pause``: waits; True if a stop was requested.
+    """
+    node, last = member.node, (LOST, "", False)
+    while True:
+        office.open()
+        member.connect()
+        order = member.next() or {}
+        if "start" in order:
+            last = attempt(replace(node, number=order["start"], nodes=order["nodes"], port=order["port"]))
+            member.send({"ended": last[0]})
+        elif "end" in order:
+            return last if order["end"] is None or member.leaving else (order["end"], f"lambert: {order['why']}", False)
+        if member.leaving and (node.number or not member.connected):
+            return last
+        if time.monotonic() > member.seen + PATIENCE:
+            why = f"node 0's launcher at {node.address}:{node.port} has not answered for {PATIENCE:.0f} s"
+            return LOST, f"lambert: error: {why}: start it, or check --master-addr", False
+        if not order and pause(POLL) and not member.leaving:
+            last = (STOPPED, "lambert: stopped while it waited for other nodes", False)
+            member.leave()
