@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import fields
@@ -39,10 +40,9 @@ def process(own_shards: Path) -> Iterator[ReadingProcess]:
         yield one
 
 
-def started(folder: Path) -> ReadingProcess:
-    return ReadingProcess(
-        Reader(folder, load_manifest(folder), 0, 1, None, None, "build it again"), order_of(folder), 8, 1
-    )
+def started(folder: Path, global_batch: int = 8) -> ReadingProcess:
+    reader = Reader(folder, load_manifest(folder), 0, 1, None, None, "build it again")
+    return ReadingProcess(reader, order_of(folder), global_batch, 1)
 
 
 def equal(a: MicroBatch, b: MicroBatch) -> bool:
@@ -151,6 +151,25 @@ def test_closing_ends_it(own_shards: Path) -> None:
     process.ask(0)  # and does not wait for the answer
     process.close()
     assert process._process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "damaged", "wait"),
+    [(8, False, 0.5), (4000, False, 0.5), (4000, True, 0.0)],
+)
+def test_it_ends_silently_whatever_it_was_doing(
+    own_shards: Path, capfd: pytest.CaptureFixture[str], global_batch: int, damaged: bool, wait: float
+) -> None:
+    process = started(own_shards, global_batch)
+    process.ask(0)
+    process.take()
+    if damaged:
+        for shard in own_shards.glob("*.tar"):
+            os.truncate(shard, 0)
+    process.ask(8)
+    time.sleep(wait)  # it has answered, waits for room to send the rest, or is still reading
+    process._channel.close()
+    assert process._process.wait(10) == 0 and capfd.readouterr().err == ""
 
 
 def test_it_ends_with_its_rank(own_shards: Path) -> None:

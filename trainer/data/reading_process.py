@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -94,13 +95,10 @@ class ReadingProcess:
 
 
 def serve(channel: Connection) -> None:
-    """Answer requests until the other end closes."""
+    """Answer requests. Raises EOFError or ConnectionError when the other end has closed."""
     reader, order, global_batch, micro_batches = channel.recv()
     while True:
-        try:
-            position = channel.recv()
-        except EOFError:
-            return
+        position = channel.recv()
         if position is None:
             reader.forget()
             continue
@@ -109,10 +107,7 @@ def serve(channel: Connection) -> None:
         except TrainerError as error:
             channel.send(error)
             continue
-        try:
-            _send(channel, step)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the rank ended without waiting for the answer
+        _send(channel, step)
 
 
 def _send(channel: Connection, step: Step) -> None:
@@ -132,4 +127,5 @@ def main() -> None:
     """Serve the rank at the other end of standard input."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    serve(Connection(os.dup(sys.stdin.fileno())))
+    with suppress(EOFError, ConnectionError):  # the rank has ended
+        serve(Connection(os.dup(sys.stdin.fileno())))
