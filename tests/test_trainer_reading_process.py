@@ -146,11 +146,13 @@ def test_it_closes_shards_that_may_be_removed(process: ReadingProcess) -> None:
     wait_for(lambda: not opened(), timeout=10)
 
 
-def test_closing_ends_it(own_shards: Path) -> None:
-    process = started(own_shards)
-    process.ask(0)  # and does not wait for the answer
+def test_closing_ends_it_at_once(process: ReadingProcess) -> None:
+    process.ask(0)
+    process.take()
+    os.kill(pid_of(process), signal.SIGSTOP)  # as if its disk did not answer
+    began = time.monotonic()
     process.close()
-    assert process._process.returncode == 0
+    assert is_gone(pid_of(process)) and time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize(
