@@ -127,11 +127,12 @@ def test_a_killed_process_is_one_line_that_says_to_try_again(process: ReadingPro
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_the_rank_decides_when_to_stop(process: ReadingProcess, number: signal.Signals) -> None:
-    process.ask(0)
-    process.take()
-    os.kill(pid_of(process), number)
-    process.ask(8)
-    assert process.take().micro_batches[0].samples.tolist()
+    os.kill(pid_of(process), number)  # it has just started, and imports its modules
+    for position in (0, 8):
+        process.ask(position)
+        assert process.take().micro_batches[0].samples.tolist()
+        os.kill(pid_of(process), number)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_it_closes_shards_that_may_be_removed(process: ReadingProcess) -> None:

@@ -5,7 +5,7 @@ and the next kernel is launched only when that thread gives it back, up to five 
 what this cost.
 
 The process imports no torch. Asked for a position, it answers with that step's arrays; it ends when the rank's end of
-the socket closes. It ignores the signals that launchers send to all processes of a job: the rank decides when to stop.
+the socket closes. Signals that launchers send to all processes of a job never reach it: the rank decides when to stop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,6 +31,7 @@ from trainer.errors import PassingError, TrainerError
 _START = (  # the same modules as here
     "import sys; sys.path[:] = sys.argv[1:]; from trainer.data.reading_process import main; main()"
 )
+BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 END_SECONDS = 5.0  # how long to wait for a killed process
 
 
@@ -38,7 +40,7 @@ class ReadingProcess:
 
     def __init__(self, reader: Reader, order: Order, global_batch: int, micro_batches: int) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _blocked(BLOCKED):  # from the start: the process inherits it
             self._process = subprocess.Popen([sys.executable, "-c", _START, *sys.path], stdin=theirs.fileno())
         self._channel = Connection(ours.detach())
         self._channel.send((reader, order, global_batch, micro_batches))
@@ -93,6 +95,16 @@ class ReadingProcess:
         return PassingError(f"the process that reads the shards {how}")
 
 
+@contextmanager
+def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Block the signals in this thread; those that arrive meanwhile are handled afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def serve(channel: Connection) -> None:
     """Answer requests. Raises EOFError or ConnectionError when the other end has closed."""
     reader, order, global_batch, micro_batches = channel.recv()
@@ -124,7 +136,5 @@ def _send(channel: Connection, step: Step) -> None:
 
 def main() -> None:
     """Serve the rank at the other end of standard input."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     with suppress(EOFError, ConnectionError):  # the rank has ended
         serve(Connection(os.dup(sys.stdin.fileno())))
