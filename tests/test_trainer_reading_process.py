@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from data_prep.manifest import load_manifest
 from tests.helpers.file_server import BATCH, Server, content, loader_of, read
 from tests.helpers.raw_samples import masks_of, order_of
 from tests.helpers.runs import wait_for
+from trainer.data import reading_process
 from trainer.data.loader import Loader
 from trainer.data.reader import Reader
 from trainer.data.reading_process import ReadingProcess
@@ -40,8 +42,8 @@ def process(own_shards: Path) -> Iterator[ReadingProcess]:
         yield one
 
 
-def started(folder: Path, global_batch: int = 8) -> ReadingProcess:
-    reader = Reader(folder, load_manifest(folder), 0, 1, None, None, "build it again")
+def started(folder: Path, global_batch: int = 8, remedy: str = "build it again") -> ReadingProcess:
+    reader = Reader(folder, load_manifest(folder), 0, 1, None, None, remedy)
     return ReadingProcess(reader, order_of(folder), global_batch, 1)
 
 
@@ -123,6 +125,18 @@ def test_a_killed_process_is_one_line_that_says_to_try_again(process: ReadingPro
         for _ in range(2):
             process.ask(0)
             process.take()
+
+
+def test_a_process_that_cannot_start_is_one_line(own_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch, pytest.raises(PassingError, match="too many processes: raise ulimit -u"):
+        patch.setattr(subprocess, "Popen", refuse)
+        started(own_shards)
+    monkeypatch.setattr(reading_process, "_START", "raise SystemExit(7)")
+    with pytest.raises(PassingError, match="the process that reads the shards ended with code 7"):
+        started(own_shards, remedy="a message larger than a socket's buffer" * 2**15)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -36,21 +36,25 @@ END_SECONDS = 5.0  # how long to wait for a killed process
 
 
 class ReadingProcess:
-    """A running process that reads the steps of one phase with ``reader``. Close it after use."""
+    """A running process that reads the steps of one phase with ``reader``. Close it after use.
+
+    Raises PassingError if it cannot be started.
+    """
 
     def __init__(self, reader: Reader, order: Order, global_batch: int, micro_batches: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs, _blocked(BLOCKED):  # from the start: the process inherits it
-            self._process = subprocess.Popen([sys.executable, "-c", _START, *sys.path], stdin=theirs.fileno())
+            try:
+                self._process = subprocess.Popen([sys.executable, "-c", _START, *sys.path], stdin=theirs.fileno())
+            except BlockingIOError:
+                said = "too many processes: raise ulimit -u, or the container's limit on processes"
+                raise PassingError(f"the process that reads the shards cannot be started: {said}") from None
         self._channel = Connection(ours.detach())
-        self._channel.send((reader, order, global_batch, micro_batches))
+        self._tell((reader, order, global_batch, micro_batches))
 
     def ask(self, position: int | None) -> None:
         """Let it read the step at ``position``; None: let it close all shards instead."""
-        try:
-            self._channel.send(position)
-        except OSError:
-            raise self._lost() from None
+        self._tell(position)
 
     def forget(self) -> None:
         """Let it close all shards, as :meth:`Reader.forget` does."""
@@ -66,6 +70,12 @@ class ReadingProcess:
             flats = [Flat._make(map(self._field, layout)) for layout in layouts]
             return Step(tuple(flats), *counts)
         except (EOFError, OSError):
+            raise self._lost() from None
+
+    def _tell(self, message: Any) -> None:
+        try:
+            self._channel.send(message)
+        except OSError:
             raise self._lost() from None
 
     def _field(self, layout: tuple[str, int] | int) -> NDArray[Any] | int:
