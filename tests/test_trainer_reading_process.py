@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -108,6 +109,17 @@ def test_damage_is_reported_as_by_a_thread(own_shards: Path, process: ReadingPro
         for position in range(0, order_of(own_shards).samples, 8):
             reader.step(order_of(own_shards), position, 8, 1)
     assert str(ours.value) == str(theirs.value) and shard.name in str(ours.value) and "\n" not in str(ours.value)
+
+
+def test_a_shortage_of_memory_is_reported_as_by_a_thread(own_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with closing(started(own_shards, 4000)) as process:
+        process.ask(0)
+        process.take()
+        resource.prlimit(pid_of(process), resource.RLIMIT_AS, (1, 1))
+        process.ask(4000)
+        with pytest.raises(MemoryError):
+            process.take()
+    assert capfd.readouterr().err == ""
 
 
 def test_a_fault_of_ours_shows_its_traceback(own_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ class ReadingProcess:
         """Wait for the oldest step asked for. Raises what reading it raised, or PassingError if the process is gone."""
         try:
             found = self._channel.recv()
-            if isinstance(found, TrainerError):
+            if isinstance(found, Exception):
                 raise found
             layouts, *counts = found
             flats = [Flat._make(map(self._field, layout)) for layout in layouts]
@@ -125,7 +125,7 @@ def serve(channel: Connection) -> None:
             continue
         try:
             step = reader.step(order, position, global_batch, micro_batches)
-        except TrainerError as error:
+        except (TrainerError, MemoryError) as error:  # a thread would raise it in the rank, too
             channel.send(error)
             continue
         _send(channel, step)
