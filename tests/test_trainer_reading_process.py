@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -85,6 +86,19 @@ def test_it_reads_remote_shards_as_a_thread_does(server: Server, cache: Path) ->
     steps = 2 * sum(shard.samples for shard in loaders[0].manifest.shards) // BATCH
     loaders[1].device = torch.device("cuda")
     assert content(read(loaders[0], 0, steps)) == content(read(loaders[1], 0, steps))
+
+
+def test_nobody_talks_to_a_closed_process(server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, left = loader_of(server, cache), list[str]()
+    loader.device, close = torch.device("cuda"), ReadingProcess.close
+
+    def closing_process(process: ReadingProcess) -> None:
+        left.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("loader"))
+        close(process)
+
+    monkeypatch.setattr(ReadingProcess, "close", closing_process)
+    read(loader, 0, 1)
+    assert left == []
 
 
 def test_it_imports_no_torch(process: ReadingProcess) -> None:

@@ -113,7 +113,8 @@ class Loader:
         trainer/data/reading_process.py. With ``stop``, all ranks take each batch together, and the batches end if a
         stop is requested while any rank waits for remote shards.
         """
-        with self._thread() as thread, self._process(order, global_batch, micro_batches) as process:
+        # the thread ends first, for it talks to the process
+        with self._process(order, global_batch, micro_batches) as process, self._thread() as thread:
             forget = self._reader.forget if process is None else process.forget
 
             def read(position: int) -> tuple[Step | None, float]:
