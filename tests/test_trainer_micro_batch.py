@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.helpers.runs import lines, write_config
 from tests.test_trainer_run import train
@@ -30,12 +32,12 @@ def config(tiny_shards: Path, tmp_path: Path) -> Path:
     return write_config(tmp_path, tiny_shards, 7)
 
 
-def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int) -> Plan:
+def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int, more: Sequence[str] = ()) -> Plan:
     """The run's plan, settled on ranks whose GPUs have these bytes."""
     monkeypatch.setattr(micro_batch, "gather_texts", lambda text, world: [str(room) for room in rooms])
     monkeypatch.setattr(micro_batch, "together", lambda action, world: action())
     monkeypatch.setattr(micro_batch, "broadcast_text", lambda text, world: text)
-    return micro_batch.settle(open_phases(load(config, [AUTO, BATCH]), WORLD), WORLD)
+    return micro_batch.settle(open_phases(load(config, [AUTO, BATCH, *more]), WORLD), WORLD)
 
 
 def test_the_smallest_gpu_and_the_planner_decide(
@@ -73,6 +75,17 @@ def test_the_context_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
         assert micro_batch._room(torch.device("cuda")) == room
     assert micro_batch._room(torch.device("cpu")) == 0
+
+
+def test_every_phase_without_a_number_is_reported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = yaml.safe_load(config.read_text())
+    two["phases"].append(two["phases"][0] | {"name": "next"})
+    config.write_text(yaml.safe_dump(two))
+    more = [AUTO.replace("0", "1"), BATCH.replace("phases.0", "phases.1")]
+    with pytest.raises(TrainerError) as error:
+        opened(config, monkeypatch, 0, more=more)
+    said = str(error.value)
+    assert "phases.0.micro_batch is auto" in said and "phases.1.micro_batch is auto" in said and "\n" not in said
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ AUTO = "auto"
 def settle(plan: Plan, world: World) -> Plan:
     """The plan with a number in place of each ``micro_batch: auto``, the same on all ranks. A collective.
 
-    Raises TrainerError if a number has to be found on CPUs, or if not even one sequence fits.
+    Raises TrainerError with every phase whose number has to be found on CPUs, or of which not even one sequence fits.
     """
     if all(phase.micro_batch != AUTO for phase in plan.config.phases):
         return plan
@@ -50,19 +50,37 @@ def _room(device: torch.device) -> int:
 
 
 def _numbers(plan: Plan, ranks: int, room: int) -> dict[str, int]:
-    """The number of each phase whose micro-batch is auto, by the phase's name; report where each comes from."""
-    found, stored = {}, _stored(Path(plan.config.run.folder))
+    """The number of each phase whose micro-batch is auto, by the phase's name; report where each comes from.
+
+    Raises TrainerError with all phases that have none.
+    """
+    found, problems, stored = dict[str, int](), list[str](), _stored(Path(plan.config.run.folder))
     for index, data in enumerate(plan.phases):
         if data.phase.micro_batch != AUTO:
             continue
-        where, number = f"phases.{index}", stored.get(data.phase.name)
-        source = "as before, from the run's checkpoint"
-        if number is None:
-            number = largest_of(plan, data, ranks, room, where)
-            source = f"the most that fits into {1 - SPARE:.0%} of {room / GIB:.1f} GiB by the plan"
+        where = f"phases.{index}"
+        try:
+            number, source = _number(plan, data, ranks, room, stored.get(data.phase.name))
+        except TrainerError as error:
+            problems.append(f"{where}.{error}")
+            continue
         found[data.phase.name] = number
         say(f"{where}.micro_batch: auto is {number:,}, {source}")
+    if problems:
+        raise TrainerError("; ".join(problems))
     return found
+
+
+def _number(plan: Plan, data: PhaseData, ranks: int, room: int, before: int | None) -> tuple[int, str]:
+    """The number of a phase, and where it comes from. ``before``: the one in the run's checkpoint, if there is one."""
+    source = "as before, from the run's checkpoint"
+    number = before
+    if number is None:
+        number = largest_of(plan, data, ranks, room)
+        source = f"the most that fits into {1 - SPARE:.0%} of {room / GIB:.1f} GiB by the planner's estimate"
+    if problems := batch_problems(replace(data.phase, micro_batch=number), ranks, sum(data.order.sizes)):
+        raise TrainerError(problems[0])
+    return number, source
 
 
 def _stored(folder: Path) -> dict[str, int | None]:
@@ -72,22 +90,29 @@ def _stored(folder: Path) -> dict[str, int | None]:
     return {own["name"]: own.get("micro_batch") for own in phases}
 
 
-def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int, where: str) -> int:
+def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int) -> int:
     """The most sequences of a phase that fit into ``room`` bytes. Raises TrainerError if none does."""
     if not room:
-        raise TrainerError(f"{where}.micro_batch is auto, which needs a GPU, and this run is on CPUs: set a number")
-    phase, loader, config = data.phase, data.loader, plan.config
-    share = min(-(-data.global_batch // ranks), (MOST_TOKENS - 1) // phase.sequence_length)
-    card, lengths = Card("a rank's GPU", room / GIB, ()), lengths_of(loader.folder, loader.manifest)
-    most = largest(config.model, setting_of(config, ranks), sizes(config.model), lengths, share, card)
+        raise TrainerError("micro_batch is auto, which needs a GPU, and this run is on CPUs: set a number")
+    most = _most(plan, data, ranks, room)
     if most == 0:
-        said = (
-            f"{where}.micro_batch is auto, but not even one sequence fits into {1 - SPARE:.0%} of {room / GIB:.2f} GiB"
-        )
+        said = f"micro_batch is auto, but not even one sequence fits into {1 - SPARE:.0%} of {room / GIB:.2f} GiB"
         raise TrainerError(f"{said}: python -m trainer.plan says what would fit")
-    if problems := batch_problems(replace(phase, micro_batch=most), ranks, lengths.samples):
-        raise TrainerError(f"{where}.{problems[0]}")
     return most
+
+
+def _most(plan: Plan, data: PhaseData, ranks: int, room: float) -> int:
+    config, card = plan.config, Card("a rank's GPU", room / GIB, ())
+    try:
+        lengths = lengths_of(data.loader.folder, data.loader.manifest)
+    except TrainerError as error:
+        raise TrainerError(f"train: {error}") from None
+    return largest(config.model, setting_of(config, ranks), sizes(config.model), lengths, _share(data, ranks), card)
+
+
+def _share(data: PhaseData, ranks: int) -> int:
+    """The most sequences that one micro-batch of a rank can have."""
+    return min(-(-data.global_batch // ranks), (MOST_TOKENS - 1) // data.phase.sequence_length)
 
 
 def _with(data: PhaseData, numbers: dict[str, int]) -> PhaseData:
