@@ -19,6 +19,7 @@ from trainer.errors import TrainerError
 from trainer.plan import micro_batch
 from trainer.plan.__main__ import main
 from trainer.plan.memory import CONTEXT_BYTES, GIB
+from trainer.plan.micro_batch import Room
 from trainer.ranks.world import World
 from trainer.run.config import load
 from trainer.run.phases import Plan, open_phases
@@ -32,9 +33,10 @@ def config(tiny_shards: Path, tmp_path: Path) -> Path:
     return write_config(tmp_path, tiny_shards, 7)
 
 
-def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int, more: Sequence[str] = ()) -> Plan:
+def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int | Room, more: Sequence[str] = ()) -> Plan:
     """The run's plan, settled on ranks whose GPUs have these bytes."""
-    monkeypatch.setattr(micro_batch, "gather_texts", lambda text, world: [str(room) for room in rooms])
+    both = [Room(room, room) if isinstance(room, int) else room for room in rooms]
+    monkeypatch.setattr(micro_batch, "gather_texts", lambda text, world: [json.dumps(room) for room in both])
     monkeypatch.setattr(micro_batch, "together", lambda action, world: action())
     monkeypatch.setattr(micro_batch, "broadcast_text", lambda text, world: text)
     return micro_batch.settle(open_phases(load(config, [AUTO, BATCH, *more]), WORLD), WORLD)
@@ -73,8 +75,38 @@ def test_no_answer_takes_one_line(
 def test_the_context_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, room in ((70 * GIB, 70 * GIB + CONTEXT_BYTES), (80 * GIB, 80 * GIB)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
-        assert micro_batch._room(torch.device("cuda")) == room
-    assert micro_batch._room(torch.device("cpu")) == 0
+        assert micro_batch._room(torch.device("cuda")) == (room, 80 * GIB)
+    assert micro_batch._room(torch.device("cpu")) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "room", "number"),
+    [
+        (76, 160 * GIB, 76),  # larger GPUs
+        (76, 80 * GIB, 76),
+        (76, Room(4 * GIB, 80 * GIB), 76),  # a process that just died still holds memory
+        (76, 75 * GIB, 71),
+        (76, Room(70 * GIB, 75 * GIB), 66),
+        (10_000, 80 * GIB, 76),  # all that a rank had on larger GPUs
+        (20_000, 10_000 * GIB, 20_000),  # more than a rank has now: 10,000
+        (20_000, 9_999 * GIB, 9_499),
+    ],
+)
+def test_a_resumed_run_lowers_its_number_only_if_it_no_longer_fits(
+    before: int,
+    room: int | Room,
+    number: int,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A sequence takes 1 GiB here, and 5 % of the memory stays free."""
+    monkeypatch.setattr(micro_batch, "_most", lambda plan, data, ranks, room: int(0.95 * room / GIB + 1e-9))
+    monkeypatch.setattr(micro_batch, "_stored", lambda folder: {"only": before})
+    assert opened(config, monkeypatch, room).config.phases[0].micro_batch == number
+    assert (f"; the {before:,} of the run's checkpoint do not fit on 2 rank(s)" in capsys.readouterr().out) == (
+        number != before
+    )
 
 
 def test_every_phase_without_a_number_is_reported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ class Phase:
     steps: int = 0  # optimizer steps; 0: as many as samples or epochs require
     learning_rate: float = 0.0  # peak learning rate; must be set
     global_batch: int | None = None  # sequences per optimizer step, over all ranks and micro-batches
-    # maximum number of sequences in one forward and backward pass on one rank; auto: as many as fit into 95 % of the
-    # memory of the GPUs by the plan, found at the run's first start and kept when it resumes
+    # maximum number of sequences in one forward and backward pass on one rank; auto: the planner finds, at the run's
+    # first start, how many fit into 95 % of the GPUs' memory, and a run that resumes keeps the number if it still fits
     micro_batch: int | Literal["auto"] | None = None
     accumulation: int | None = None  # micro-batches per step on one rank
     # batch warm-up: stages with growing batches, before the steps with global_batch; they do not change the rate

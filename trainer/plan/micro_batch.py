@@ -1,7 +1,7 @@
 """``micro_batch: auto``: the most sequences that fit into 95 % of the memory of every rank's GPU, by the plan.
 
-The number is found once, at a run's first start, and stored in its checkpoints and its config.yaml as if the user had
-stated it. A run that resumes keeps it, so other GPUs do not change how its batches are split.
+The number is found at a run's first start, and stored in its checkpoints and its config.yaml as if the user had stated
+it. A run that resumes keeps it if it still fits, so larger GPUs do not change how its batches are split.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,13 @@ from trainer.run.phases import PhaseData, Plan
 AUTO = "auto"
 
 
+class Room(NamedTuple):
+    """Bytes of a GPU; 0 for a CPU."""
+
+    free: int  # that this process can use
+    whole: int  # that the GPU has
+
+
 def settle(plan: Plan, world: World) -> Plan:
     """The plan with a number in place of each ``micro_batch: auto``, the same on all ranks. A collective.
 
@@ -34,22 +42,23 @@ def settle(plan: Plan, world: World) -> Plan:
     """
     if all(phase.micro_batch != AUTO for phase in plan.config.phases):
         return plan
-    room = min(int(text) for text in gather_texts(str(_room(world.device)), world))
+    rooms = [json.loads(text) for text in gather_texts(json.dumps(_room(world.device)), world)]
+    room = Room(*map(min, zip(*rooms, strict=True)))
     found = together(lambda: _numbers(plan, world.size, room) if world.is_main else {}, world)
     numbers: dict[str, int] = json.loads(broadcast_text(json.dumps(found), world))
     phases = tuple(_with(data, numbers) for data in plan.phases)
     return replace(plan, config=replace(plan.config, phases=tuple(data.phase for data in phases)), phases=phases)
 
 
-def _room(device: torch.device) -> int:
-    """Bytes of a GPU that this process can use; 0 for a CPU. Before the first collective, so NCCL has taken none."""
+def _room(device: torch.device) -> Room:
+    """The memory of this rank's GPU. Before the first collective, so NCCL has taken none."""
     if device.type != "cuda":
-        return 0
+        return Room(0, 0)
     free, total = torch.cuda.mem_get_info(device)
-    return min(free + CONTEXT_BYTES, total)  # the plan counts CUDA's context, which is there by now
+    return Room(min(free + CONTEXT_BYTES, total), total)  # the plan counts CUDA's context, which is there by now
 
 
-def _numbers(plan: Plan, ranks: int, room: int) -> dict[str, int]:
+def _numbers(plan: Plan, ranks: int, room: Room) -> dict[str, int]:
     """The number of each phase whose micro-batch is auto, by the phase's name; report where each comes from.
 
     Raises TrainerError with all phases that have none.
@@ -71,13 +80,15 @@ def _numbers(plan: Plan, ranks: int, room: int) -> dict[str, int]:
     return found
 
 
-def _number(plan: Plan, data: PhaseData, ranks: int, room: int, before: int | None) -> tuple[int, str]:
+def _number(plan: Plan, data: PhaseData, ranks: int, room: Room, before: int | None) -> tuple[int, str]:
     """The number of a phase, and where it comes from. ``before``: the one in the run's checkpoint, if there is one."""
     source = "as before, from the run's checkpoint"
-    number = before
+    number = before if before is not None and _still_fits(plan, data, ranks, room.whole, before) else None
     if number is None:
-        number = largest_of(plan, data, ranks, room)
-        source = f"the most that fits into {1 - SPARE:.0%} of {room / GIB:.1f} GiB by the planner's estimate"
+        number = largest_of(plan, data, ranks, room.free)
+        source = f"the most that fits into {1 - SPARE:.0%} of {room.free / GIB:.1f} GiB by the planner's estimate"
+        if before is not None:
+            source += f"; the {before:,} of the run's checkpoint do not fit on {ranks} rank(s)"
     if problems := batch_problems(replace(data.phase, micro_batch=number), ranks, sum(data.order.sizes)):
         raise TrainerError(problems[0])
     return number, source
@@ -88,6 +99,15 @@ def _stored(folder: Path) -> dict[str, int | None]:
     found, _ = newest(folder, check=state_of) if folder.is_dir() else (None, [])
     phases = [] if found is None else found.record["config"]["phases"]
     return {own["name"]: own.get("micro_batch") for own in phases}
+
+
+def _still_fits(plan: Plan, data: PhaseData, ranks: int, whole: int, number: int) -> bool:
+    """Whether a run can go on with its number: always on CPUs, and on GPUs if it fits into the ``whole`` GPU.
+
+    What is free at a restart says little: a process that just died may not have released its memory yet. With fewer
+    ranks, each holds a larger part of the optimizer's state and may have to accumulate gradients.
+    """
+    return not whole or min(number, _share(data, ranks)) <= _most(plan, data, ranks, whole / (1 - SPARE))
 
 
 def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int) -> int:
