@@ -109,6 +109,15 @@ def test_a_resumed_run_lowers_its_number_only_if_it_no_longer_fits(
     )
 
 
+def test_what_the_planner_refuses_says_who_asked_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_only = ["engine.kernels=torch"]
+    said = "^phases.0.micro_batch is auto, which asks the planner: engine.kernels is torch, but a plan knows only "
+    with pytest.raises(TrainerError, match=said):
+        opened(config, monkeypatch, 80 * GIB, more=torch_only)
+    monkeypatch.setattr(micro_batch, "_stored", lambda folder: {"only": 9})
+    assert opened(config, monkeypatch, 80 * GIB, more=torch_only).config.phases[0].micro_batch == 9
+
+
 def test_every_phase_without_a_number_is_reported(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = yaml.safe_load(config.read_text())
     two["phases"].append(two["phases"][0] | {"name": "next"})

@@ -107,7 +107,10 @@ def _still_fits(plan: Plan, data: PhaseData, ranks: int, whole: int, number: int
     What is free at a restart says little: a process that just died may not have released its memory yet. With fewer
     ranks, each holds a larger part of the optimizer's state and may have to accumulate gradients.
     """
-    return not whole or min(number, _share(data, ranks)) <= _most(plan, data, ranks, whole / (1 - SPARE))
+    try:
+        return not whole or min(number, _share(data, ranks)) <= _most(plan, data, ranks, whole / (1 - SPARE))
+    except TrainerError:  # the planner cannot say
+        return True
 
 
 def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int) -> int:
@@ -124,10 +127,10 @@ def largest_of(plan: Plan, data: PhaseData, ranks: int, room: int) -> int:
 def _most(plan: Plan, data: PhaseData, ranks: int, room: float) -> int:
     config, card = plan.config, Card("a rank's GPU", room / GIB, ())
     try:
-        lengths = lengths_of(data.loader.folder, data.loader.manifest)
+        setting, lengths = setting_of(config, ranks), lengths_of(data.loader.folder, data.loader.manifest)
     except TrainerError as error:
-        raise TrainerError(f"train: {error}") from None
-    return largest(config.model, setting_of(config, ranks), sizes(config.model), lengths, _share(data, ranks), card)
+        raise TrainerError(f"micro_batch is auto, which asks the planner: {error}") from None
+    return largest(config.model, setting, sizes(config.model), lengths, _share(data, ranks), card)
 
 
 def _share(data: PhaseData, ranks: int) -> int:
