@@ -39,7 +39,7 @@ def opened(config: Path, monkeypatch: pytest.MonkeyPatch, *rooms: int | Room, mo
     monkeypatch.setattr(micro_batch, "gather_texts", lambda text, world: [json.dumps(room) for room in both])
     monkeypatch.setattr(micro_batch, "together", lambda action, world: action())
     monkeypatch.setattr(micro_batch, "broadcast_text", lambda text, world: text)
-    return micro_batch.settle(open_phases(load(config, [AUTO, BATCH, *more]), WORLD), WORLD)
+    return micro_batch.settle(open_phases(load(config, [AUTO, BATCH, *more]), WORLD), WORLD, WORLD.size)
 
 
 def test_the_smallest_gpu_and_the_planner_decide(

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import ranks
 from tests.helpers.runs import change_record, write_config
+from trainer import preflight
 from trainer.errors import TrainerError
 from trainer.ranks.hostfile import left_behind, read_environment, read_hosts
 from trainer.ranks.network import falls_to_tcp, ports, spoken
+from trainer.ranks.world import World
+from trainer.run.config import load
+from trainer.run.phases import Plan, open_phases
 
 pytestmark = pytest.mark.slow
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 
 # as NCCL 2.18 to 2.28 write it
 SOCKET = (
@@ -150,6 +158,26 @@ def test_alone_it_counts_the_ranks_of_the_host_file(tiny_shards: Path, tmp_path:
     assert code == 0 and said.splitlines()[-1] == "lambert: ready", said
     code, said = trial(path, "--hostfile", str(hosts), "--set", "run.ranks=8")
     assert code == 2 and "16 rank(s) were started but run.ranks is 8" in said
+
+
+def test_alone_it_finds_the_micro_batch_of_the_ranks_of_the_host_file(
+    tiny_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test cannot ask a GPU, so it sees how many ranks the planner is asked for."""
+    asked = list[int]()
+
+    def settled(plan: Plan, world: World, number: int) -> Plan:
+        asked.append(number)
+        raise TrainerError("enough")
+
+    monkeypatch.setattr(preflight, "meet", lambda plan, world: None)
+    monkeypatch.setattr(preflight, "settle", settled)
+    hosts, plan = tmp_path / "hosts", open_phases(load(write_config(tmp_path, tiny_shards, 4)), ALONE)
+    hosts.write_text("node-0 slots=8\nnode-1 slots=8\n")
+    for given, world in ((hosts, ALONE), (None, ALONE), (hosts, replace(ALONE, size=16, rank=3))):
+        with pytest.raises(TrainerError, match="enough"):
+            preflight._try_all(plan, world, given)
+    assert asked == [16, 1, 16]
 
 
 def test_what_the_run_would_refuse_is_not_ready(tiny_shards: Path, tmp_path: Path) -> None:

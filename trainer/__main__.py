@@ -48,7 +48,7 @@ def main() -> None:
 
 def _run(plan: Plan, world: World) -> TrainState:
     meet(plan, world)
-    plan = settle(plan, world)
+    plan = settle(plan, world, world.size)
     with backend.using(plan.config.engine.kernels):
         return train(plan, world)
 

@@ -79,7 +79,7 @@ def _try_all(plan: Plan, world: World, hosts: Path | None) -> None:
         _say_what_deepspeed_reads(hosts, world)
     began = time.perf_counter()
     meet(plan, world)
-    plan = settle(plan, world)
+    plan = settle(plan, world, _slots(hosts) or world.size)
     if world.is_main:
         seconds = time.perf_counter() - began
         say(f"{world.size} rank(s) met in {seconds:.1f} s, with the same code, versions, configuration and shards")

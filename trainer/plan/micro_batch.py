@@ -35,16 +35,17 @@ class Room(NamedTuple):
     whole: int  # that the GPU has
 
 
-def settle(plan: Plan, world: World) -> Plan:
+def settle(plan: Plan, world: World, ranks: int) -> Plan:
     """The plan with a number in place of each ``micro_batch: auto``, the same on all ranks. A collective.
 
+    ``ranks``: how many the run has; more than ``world`` if this process checks alone what will be started later.
     Raises TrainerError with every phase whose number has to be found on CPUs, or of which not even one sequence fits.
     """
     if all(phase.micro_batch != AUTO for phase in plan.config.phases):
         return plan
     rooms = [json.loads(text) for text in gather_texts(json.dumps(_room(world.device)), world)]
     room = Room(*map(min, zip(*rooms, strict=True)))
-    found = together(lambda: _numbers(plan, world.size, room) if world.is_main else {}, world)
+    found = together(lambda: _numbers(plan, ranks, room) if world.is_main else {}, world)
     numbers: dict[str, int] = json.loads(broadcast_text(json.dumps(found), world))
     phases = tuple(_with(data, numbers) for data in plan.phases)
     return replace(plan, config=replace(plan.config, phases=tuple(data.phase for data in phases)), phases=phases)
