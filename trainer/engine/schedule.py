@@ -80,12 +80,13 @@ class Phase:
         """Every invalid or contradictory setting of this phase, with what to change."""
         found = []
         stated = [self.global_batch, self.micro_batch, self.accumulation]
-        if sum(value is not None for value in stated) != 2:
-            found.append("global_batch, micro_batch, accumulation: set exactly two of them; the third follows")
         if self.micro_batch == "auto" and self.global_batch is None:
             found.append(
-                "micro_batch is auto, and global_batch is not set: set these two, or the batch would depend on the GPUs"
+                "micro_batch is auto, and global_batch is not set: set these two, and not accumulation; otherwise the "
+                "batch would depend on the GPUs"
             )
+        elif sum(value is not None for value in stated) != 2:
+            found.append("global_batch, micro_batch, accumulation: set exactly two of them; the third follows")
         lengths = [self.samples, self.epochs, self.minutes]
         if (self.steps != 0) + sum(length is not None for length in lengths) != 1:
             found.append("steps, samples, epochs, minutes: set exactly one of them, the length of the phase")
