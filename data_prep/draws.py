@@ -22,10 +22,12 @@ def bits(*key: ArrayLike) -> NDArray[np.uint64]:
     state = np.zeros(1, np.uint64)
     for word in key:
         state = state ^ np.asarray(word).astype(np.uint64)
-        state = state + GAMMA
-        state = (state ^ (state >> SHIFTS[0])) * MULTIPLIERS[0]
-        state = (state ^ (state >> SHIFTS[1])) * MULTIPLIERS[1]
-        state = state ^ (state >> SHIFTS[2])
+        state += GAMMA
+        state ^= state >> SHIFTS[0]
+        state *= MULTIPLIERS[0]
+        state ^= state >> SHIFTS[1]
+        state *= MULTIPLIERS[1]
+        state ^= state >> SHIFTS[2]
     return state
 
 

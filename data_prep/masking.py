@@ -249,6 +249,8 @@ def _find_words(ordinary: NDArray[np.bool_], continues: NDArray[np.bool_]) -> Wo
 
 def _draw_lengths(words: Words, samples: NDArray[np.int64], unit: str, seed: int) -> NDArray[np.int64]:
     """Run length, in words, drawn for each starting word, int64[W]."""
+    if len(RUNS[unit]) == 1:
+        return np.ones(len(words.rows), np.int64)
     chances = np.cumsum(RUNS[unit])
     draws = uniform(seed, LENGTH, samples[words.rows], words.positions)
     return 1 + np.searchsorted(chances / chances[-1], draws, side="right")
