@@ -13,6 +13,7 @@ it, nor on the neighboring samples. The unit says what is masked together:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from data_prep.draws import bits, uniform
 from data_prep.errors import DataError
 from data_prep.settings import Settings
-from data_prep.shards import Sample
+from data_prep.shards import Sample, Samples
 from data_prep.store import Store
 from data_prep.tokenizer import SpecialIds
 
@@ -100,39 +101,38 @@ def make_samples(
         rows = pairs[start : start + step]
         ids, continues = _lay_out(store, rows, specials)  # (B, S), (B, S)
         numbers = first + start + np.arange(len(rows))
-        masks = _mask(ids, continues, numbers, vocabulary, masking, settings.seed)
+        counts, positions, replacements = _mask(ids, continues, numbers, vocabulary, masking, settings.seed)
         splits = rows["a_length"] + 2
         lengths = splits + rows["b_length"] + (rows["b_length"] > 0)
-        shapes = zip(lengths.tolist(), splits.tolist(), rows["is_next"].tolist(), masks, strict=True)
-        for i, (n, split, is_next, (positions, replacements)) in enumerate(shapes):
-            yield Sample(ids[i, :n], split, is_next, positions, replacements, continues[i, :n])
+        there = np.arange(ids.shape[1]) < lengths[:, None]  # (B, S)
+        yield from Samples(
+            lengths, counts, splits, rows["is_next"], ids[there], positions, replacements, continues[there]
+        )
 
 
 def remask(
-    samples: Sequence[Sample], numbers: NDArray[np.int64], vocabulary: Vocabulary, masking: Masking, seed: int
-) -> list[Sample]:
+    samples: Samples, numbers: NDArray[np.int64], vocabulary: Vocabulary, masking: Masking, seed: int
+) -> Samples:
     """The samples with new masks, drawn as in `make_samples`: the same seed and numbers give the same masks.
 
     Args:
         numbers: [samples] number of each sample in the data set.
         seed: for dynamic masks, a different one in each epoch.
     """
-    lengths = np.array([len(sample.ids) for sample in samples])
-    step = max(1, TOKENS_AT_ONCE // int(lengths.max(initial=1)))
-    masked: list[Sample] = []
+    if not len(samples):
+        return samples
+    step = max(1, TOKENS_AT_ONCE // int(samples.lengths.max()))
+    masks = []
     for start in range(0, len(samples), step):
-        block, ends = samples[start : start + step], lengths[start : start + step, None]
-        there = np.arange(ends.max()) < ends  # (B, S)
+        block = samples[start : start + step]
+        there = np.arange(block.lengths.max()) < block.lengths[:, None]  # (B, S)
         ids = np.full(there.shape, vocabulary.mask, np.int32)  # any id that is not ordinary can be padding
-        ids[there] = np.concatenate([sample.ids for sample in block])
+        ids[there] = block.ids
         continues = np.zeros(there.shape, np.bool_)
-        continues[there] = np.concatenate([sample.continues for sample in block])
-        masks = _mask(ids, continues, numbers[start : start + step], vocabulary, masking, seed)
-        masked += [
-            Sample(old.ids, old.split, old.is_next, positions, replacements, old.continues)
-            for old, (positions, replacements) in zip(block, masks, strict=True)
-        ]
-    return masked
+        continues[there] = block.continues
+        masks.append(_mask(ids, continues, numbers[start : start + step], vocabulary, masking, seed))
+    counts, positions, replacements = (np.concatenate(parts) for parts in zip(*masks, strict=True))
+    return dataclasses.replace(samples, counts=counts, positions=positions, replacements=replacements)
 
 
 def maskable(
@@ -307,17 +307,13 @@ def _mask(
     vocabulary: Vocabulary,
     masking: Masking,
     seed: int,
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    """Positions and replacements for each row of a rectangle; arguments as in `choose`."""
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+    """The masks of a rectangle, as in `Samples`: counts, positions and replacements. Arguments as in `choose`."""
     spans = choose(ids, continues, numbers, vocabulary, masking, seed)  # (B, S)
     row, position = np.divmod(np.flatnonzero(spans >= 0), ids.shape[1])  # (P,), (P,): row by row, ascending
     labels, runs = ids[row, position], spans[row, position]
     replacements = replace(labels, numbers[row], position, runs, vocabulary, masking, seed)
-    positions = position.astype(np.int32)
-    begin = 0
-    for end in np.cumsum(np.bincount(row, minlength=len(ids))).tolist():
-        yield positions[begin:end], replacements[begin:end]
-        begin = end
+    return np.bincount(row, minlength=len(ids)), position.astype(np.int32), replacements
 
 
 def _lay_out(

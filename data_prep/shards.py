@@ -17,7 +17,7 @@ entry a sample can be read and verified in O(1).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from data_prep.atomic import replacing
 from data_prep.errors import DataError, shortage
@@ -73,6 +73,61 @@ class Sample:
     continues: NDArray[np.bool_]  # [n] whether a token continues the word of the one before it
 
 
+@dataclass(frozen=True)
+class Samples:
+    """B samples as columns, T tokens and P masked positions in all. Iteration yields each as a `Sample`."""
+
+    lengths: NDArray[np.int64]  # [B] tokens
+    counts: NDArray[np.int64]  # [B] masked positions
+    splits: NDArray[np.int64]  # [B]
+    is_next: NDArray[np.int64]  # [B]
+    ids: NDArray[np.int32]  # [T]
+    positions: NDArray[np.int32]  # [P] from the start of the sample
+    replacements: NDArray[np.int32]  # [P]
+    continues: NDArray[np.bool_]  # [T]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, rows: slice) -> Samples:
+        """Consecutive samples, without copying them."""
+        start, end, _ = rows.indices(len(self))
+        n, m = (slice(sizes[:start].sum(), sizes[:end].sum()) for sizes in (self.lengths, self.counts))
+        return Samples(
+            self.lengths[rows],
+            self.counts[rows],
+            self.splits[rows],
+            self.is_next[rows],
+            self.ids[n],
+            self.positions[m],
+            self.replacements[m],
+            self.continues[n],
+        )
+
+    def __iter__(self) -> Iterator[Sample]:
+        token = mask = 0
+        columns = (column.tolist() for column in (self.lengths, self.counts, self.splits, self.is_next))
+        for length, count, split, is_next in zip(*columns, strict=True):
+            n, m = slice(token, token + length), slice(mask, mask + count)
+            yield Sample(self.ids[n], split, is_next, self.positions[m], self.replacements[m], self.continues[n])
+            token, mask = n.stop, m.stop
+
+
+def join(samples: Sequence[Sample]) -> Samples:
+    """One or more samples as columns."""
+    numbers = np.array([(len(s.ids), len(s.positions), s.split, s.is_next) for s in samples]).T.copy()
+    arrays = zip(*((s.ids, s.positions, s.replacements, s.continues) for s in samples), strict=True)
+    return Samples(*numbers, *map(np.concatenate, arrays))
+
+
+class NoSample(DataError):
+    """A member that is not a sample: the one at ``place`` among those decoded together."""
+
+    def __init__(self, problem: str, place: int = 0) -> None:
+        super().__init__(problem)  # its only argument, so that it can be sent between processes
+        self.place = place
+
+
 def shard_name(number: int) -> str:
     """The name of a shard, without suffix."""
     return f"{SHARD_PREFIX}{number:05d}"
@@ -93,29 +148,51 @@ def index_limit(size: int) -> int:
     return HEADER_BYTES + size // (2 * TAR_BLOCK_BYTES) * 8 * len(Column)
 
 
-def decode_sample(buffer: bytes | memoryview) -> Sample:
-    """Decodes a member. Raises DataError if it is not a sample; the CRC32 in the index verifies the rest."""
-    header = bytes(buffer[:HEADER_BYTES])
-    dtype = _dtype_of(header)
-    size, rest = divmod(len(buffer) - HEADER_BYTES, dtype.itemsize)
-    if rest or header != npy_header(dtype.str, size):
-        raise DataError(f"no sample: {len(buffer)} bytes do not fit its .npy header")
-    return sample_of(np.frombuffer(buffer, dtype, offset=HEADER_BYTES))
+def decode_samples(members: Sequence[bytes]) -> Samples:
+    """Decodes members of one type. Raises NoSample if one is not a sample; the CRC32s in the index verify the rest."""
+    dtype = _dtype_of(members[0]) if members else WORD_DTYPE
+    for place, member in enumerate(members):
+        size, rest = divmod(len(member) - HEADER_BYTES, dtype.itemsize)
+        if rest or not member.startswith(npy_header(dtype.str, size)):
+            _dtype_of(member, place)  # raises if it has none
+            raise NoSample(f"no sample: {len(member)} bytes do not fit its .npy header", place)
+    numbers = np.frombuffer(b"".join([member[HEADER_BYTES:] for member in members]), dtype)
+    sizes = np.array([len(member) for member in members], np.int64) - HEADER_BYTES
+    return _unpack(numbers, sizes // dtype.itemsize)
 
 
-def sample_of(numbers: NDArray[Any]) -> Sample:
-    """The sample in the array of a member, of one dimension. Raises DataError if the array is none."""
-    if numbers.ndim != 1 or numbers.dtype not in DTYPES.values() or len(numbers) < NUMBERS:
-        raise DataError(f"no sample: an array of {numbers.dtype.str} and shape {numbers.shape}")
-    size = len(numbers)
-    n, split, is_next, m = numbers[:NUMBERS].tolist()
-    a, b, c = NUMBERS + n, NUMBERS + n + m, NUMBERS + n + 2 * m
-    if size != c + -(-n // WORD) or not 0 < split <= n or is_next > NO_PAIR or (split == n) != (is_next == NO_PAIR):
-        raise DataError(f"no sample: {size} numbers for {n} tokens and {m} masked positions")
-    bits = numbers[c:].astype(WORD_DTYPE, copy=False).view(np.uint8)
-    continues = np.unpackbits(bits, count=n, bitorder="little").view(np.bool_)
-    numbers = numbers.astype(np.int32)
-    return Sample(numbers[NUMBERS:a], split, is_next, numbers[a:b], numbers[b:c], continues)
+def samples_of(arrays: Sequence[NDArray[Any]]) -> Samples:
+    """The samples in the arrays of one or more members. Raises NoSample if one of the arrays is none."""
+    for place, array in enumerate(arrays):
+        if array.ndim != 1 or array.dtype not in DTYPES.values():
+            raise NoSample(f"no sample: an array of {array.dtype.str} and shape {array.shape}", place)
+    return _unpack(np.concatenate(arrays), np.array([len(array) for array in arrays]))
+
+
+def _unpack(numbers: NDArray[Any], sizes: NDArray[np.int64]) -> Samples:
+    """The samples whose arrays, of ``sizes`` numbers, [B], lie end to end."""
+    if len(short := np.flatnonzero(sizes < NUMBERS)):
+        place = int(short[0])
+        raise NoSample(f"no sample: an array of {numbers.dtype.str} and shape ({sizes[place]},)", place)
+    first = np.cumsum(sizes) - sizes
+    n, split, is_next, m = numbers[first + np.arange(NUMBERS)[:, None]].astype(np.int64)  # (B,) each
+    words = -(-n // WORD)
+    if len(wrong := np.flatnonzero((sizes != NUMBERS + n + 2 * m + words) | ~_paired(n, split, is_next))):
+        place = int(wrong[0])
+        raise NoSample(
+            f"no sample: {sizes[place]} numbers for {n[place]} tokens and {m[place]} masked positions", place
+        )
+    field = _fields(NUMBERS, n, m, m, words)
+    ids, positions, replacements = (numbers[field == i].astype(np.int32) for i in (1, 2, 3))
+    bits = np.unpackbits(numbers[field == 4].astype(WORD_DTYPE).view(np.uint8), bitorder="little")
+    continues = bits[_fields(n, -n % WORD) == 0].view(np.bool_)
+    return Samples(n, m, split, is_next, ids, positions, replacements, continues)
+
+
+def decode_sample(member: bytes | memoryview) -> Sample:
+    """Decodes one member, as `decode_samples` does."""
+    [sample] = decode_samples([bytes(member)])
+    return sample
 
 
 def write_shard(folder: Path, name: str, first: int, samples: Iterable[Sample], dtype: DTypeLike) -> None:
@@ -126,7 +203,7 @@ def write_shard(folder: Path, name: str, first: int, samples: Iterable[Sample], 
     rest, number, offset, rows = iter(samples), first, 0, []
     with replacing(tar_path(folder, name)) as tar:
         while block := list(islice(rest, ENCODED_AT_ONCE)):
-            data, index = _encode(block, number, np.dtype(dtype))
+            data, index = _encode(join(block), number, np.dtype(dtype))
             index[:, Column.OFFSET] += offset
             tar.write(data)
             rows.append(index)
@@ -168,8 +245,7 @@ def read_shard(folder: Path, name: str, start: int) -> tuple[NDArray[np.int64], 
     n, split, is_next, m = numbers[first[:, None] + np.arange(NUMBERS)].astype(np.int64).T
     words = -(-n // WORD)
     fits = (n == tokens) & (m == masked) & (size == HEADER_BYTES + (NUMBERS + n + 2 * m + words) * numbers.itemsize)
-    paired = (split > 0) & (split <= n) & (is_next <= NO_PAIR) & ((split == n) == (is_next == NO_PAIR))
-    wrong = np.flatnonzero(~(fits & paired))
+    wrong = np.flatnonzero(~(fits & _paired(n, split, is_next)))
     if len(wrong):
         raise DataError(f"{path}: sample {wrong[0]} is not the one in the index")
     last = numbers[first + NUMBERS + n + 2 * m + words - 1].astype(np.int64)  # last word of ``continues``
@@ -177,7 +253,9 @@ def read_shard(folder: Path, name: str, start: int) -> tuple[NDArray[np.int64], 
     if len(wrong):
         raise DataError(f"{path}: sample {wrong[0]} marks tokens that it does not have")
     _require_packed(data, index, start, path)
-    return index, is_next, numbers[_spread(first + NUMBERS, n)]
+    before = (TAR_BLOCK_BYTES + HEADER_BYTES) // numbers.itemsize + NUMBERS
+    field = _fields(before, n, room // numbers.itemsize - before - n)
+    return index, is_next, numbers[: len(field)][field == 1]
 
 
 def read_index(path: Path, sha256: str | None = None) -> NDArray[np.int64]:
@@ -207,10 +285,9 @@ def _require_packed(data: memoryview, index: NDArray[np.int64], start: int, path
         raise DataError(f"{path}: the end of the tar is damaged")
 
 
-def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[memoryview, NDArray[np.int64]]:
+def _encode(samples: Samples, number: int, dtype: np.dtype[Any]) -> tuple[memoryview, NDArray[np.int64]]:
     """The members of the samples numbered from ``number``, as laid out in a tar, and their index."""
-    n = np.array([len(sample.ids) for sample in samples])
-    m = np.array([len(sample.positions) for sample in samples])
+    n, m = samples.lengths, samples.counts
     words = -(-n // WORD)
     count = NUMBERS + n + 2 * m + words  # (B,) count of numbers in each sample
     size = HEADER_BYTES + count * dtype.itemsize
@@ -224,31 +301,44 @@ def _encode(samples: list[Sample], number: int, dtype: np.dtype[Any]) -> tuple[m
     headers = np.frombuffer(b"".join(npy_header(dtype.str, c) for c in counts.tolist()), np.uint8)
     blocks[offset // TAR_BLOCK_BYTES, :HEADER_BYTES] = headers.reshape(-1, HEADER_BYTES)[which]
 
-    numbers, begin = data.view(dtype), (offset + HEADER_BYTES) // dtype.itemsize
-    split, is_next = np.array([(sample.split, sample.is_next) for sample in samples]).T
-    numbers[begin[:, None] + np.arange(NUMBERS)] = np.stack([n, split, is_next, m], axis=1)
-    lists = (part for sample in samples for part in (sample.ids, sample.positions, sample.replacements))
-    numbers[_spread(begin + NUMBERS, n + 2 * m)] = np.concatenate(list(lists))
     bits = np.zeros(WORD * words.sum(), np.bool_)
-    bits[_spread(WORD * (np.cumsum(words) - words), n)] = np.concatenate([sample.continues for sample in samples])
-    numbers[_spread(begin + count - words, words)] = np.packbits(bits, bitorder="little").view(WORD_DTYPE)
+    bits[_fields(n, -n % WORD) == 0] = samples.continues
+    before = (TAR_BLOCK_BYTES + HEADER_BYTES) // dtype.itemsize
+    fields = (
+        np.stack([n, samples.splits, samples.is_next, m], axis=1).ravel(),
+        samples.ids,
+        samples.positions,
+        samples.replacements,
+        np.packbits(bits, bitorder="little").view(WORD_DTYPE),
+    )
+    numbers = data.view(dtype)
+    field = _fields(before, NUMBERS, n, m, m, words, room // dtype.itemsize - before - count)
+    for i, values in enumerate(fields, 1):
+        numbers[field == i] = values
 
     view = data.data
     crc = [zlib.crc32(view[a:b]) for a, b in zip(offset.tolist(), (offset + size).tolist(), strict=True)]
     return view, np.stack([offset, size, n, m, np.array(crc)], axis=1)
 
 
-def _spread(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """start, start + 1, ..., start + length - 1 for each row, concatenated."""
-    before = np.cumsum(lengths) - lengths
-    spread: NDArray[np.int64] = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
-    return spread
+def _paired(n: NDArray[np.int64], split: NDArray[np.int64], is_next: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether the length, split and label of each sample go together, bool[B]."""
+    single = is_next == NO_PAIR
+    paired: NDArray[np.bool_] = (split > 0) & (split <= n) & (is_next <= NO_PAIR) & ((split == n) == single)
+    return paired
 
 
-def _dtype_of(header: bytes | memoryview) -> np.dtype[Any]:
-    dtype = DTYPES.get(bytes(header[DESCR]))
+def _fields(*counts: ArrayLike) -> NDArray[np.uint8]:
+    """The field of each number in rows of several fields, laid end to end; ``counts``, [B], are the numbers of each."""
+    table = np.stack(np.broadcast_arrays(*counts), axis=1)  # (B, fields)
+    row = np.arange(len(counts), dtype=np.uint8)
+    return np.repeat(np.tile(row, len(table)), table.ravel())
+
+
+def _dtype_of(member: bytes | memoryview, place: int = 0) -> np.dtype[Any]:
+    dtype = DTYPES.get(bytes(member[DESCR]))
     if dtype is None:
-        raise DataError("no sample: it does not start with the .npy header of one")
+        raise NoSample("no sample: it does not start with the .npy header of one", place)
     return dtype
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -21,9 +20,10 @@ from numpy.typing import NDArray
 from data_prep.errors import DataError, shortage
 from data_prep.manifest import ShardRecord
 from data_prep.retries import printable
-from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, sample_of, tar_path
+from data_prep.shards import Column, NoSample, Samples, decode_samples, index_path, read_index, samples_of, tar_path
 
 DECODED = ["npy"]
+COMPARED_AT_ONCE = 256  # samples
 
 
 def import_webdataset() -> Any:
@@ -74,14 +74,18 @@ def compare(folder: Path, record: ShardRecord, first: int) -> None:
     members = partial(stock_members, folder, record, first)
     decoded = iter(webdataset.DataPipeline(members, webdataset.decode(only=DECODED)))
     with tar.open("rb") as file:
-        for number, row in enumerate(index, first):
-            try:
-                theirs = next(decoded)["npy"]
-                ours = _read(file, row)
-            except webdataset.DecodingError as error:
-                raise DataError(f"{tar}: webdataset cannot decode sample {_key(number)} ({_reason(error)})") from None
-            if difference := _difference(theirs, ours):
-                raise DataError(f"{tar}: sample {_key(number)} is not the same for webdataset: {difference}")
+        for start in range(0, len(index), COMPARED_AT_ONCE):
+            rows, theirs = index[start : start + COMPARED_AT_ONCE], list[Any]()
+            for number in range(first + start, first + start + len(rows)):
+                try:
+                    theirs.append(next(decoded)["npy"])
+                except webdataset.DecodingError as error:
+                    said = f"{tar}: webdataset cannot decode sample {_key(number)} ({_reason(error)})"
+                    raise DataError(said) from None
+            place, difference = _difference(theirs, _read(file, rows))
+            if difference:
+                key = _key(first + start + place)
+                raise DataError(f"{tar}: sample {key} is not the same for webdataset: {difference}")
         next(decoded, None)  # raises DataError if there is one more
 
 
@@ -90,16 +94,17 @@ def _key(number: int) -> str:
     return f"{number:012d}"
 
 
-def _read(file: IO[bytes], row: NDArray[np.int64]) -> Sample:
-    """The sample at an index row, read by its offset."""
-    offset, size = row[[Column.OFFSET, Column.BYTES]].tolist()
-    data = os.pread(file.fileno(), size, offset)
-    if zlib.crc32(data) != row[Column.CRC32]:
-        raise DataError(f"{file.name}: no sample at offset {offset}, where its index has one")
+def _read(file: IO[bytes], rows: NDArray[np.int64]) -> Samples:
+    """The samples at index rows, read by their offsets."""
+    members = []
+    for offset, size, crc in rows[:, [Column.OFFSET, Column.BYTES, Column.CRC32]].tolist():
+        members.append(os.pread(file.fileno(), size, offset))
+        if zlib.crc32(members[-1]) != crc:
+            raise DataError(f"{file.name}: no sample at offset {offset}, where its index has one")
     try:
-        return decode_sample(data)
-    except DataError as error:
-        raise DataError(f"{file.name}: {error}, at offset {offset}") from None
+        return decode_samples(members)
+    except NoSample as error:
+        raise DataError(f"{file.name}: {error}, at offset {rows[error.place, Column.OFFSET]}") from None
 
 
 def _group(opened: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -121,21 +126,22 @@ def _next(members: Iterator[dict[str, Any]], failure: str) -> dict[str, Any] | N
         raise DataError(f"{failure} ({_reason(error)})") from None
 
 
-def _difference(theirs: Any, ours: Sample) -> str:
-    """The first field in which the library's array differs from our sample; empty if none does."""
+def _difference(theirs: list[Any], ours: Samples) -> tuple[int, str]:
+    """The place of the first of the library's arrays that differs from our sample, and how; empty if none does."""
     try:
-        sample = sample_of(np.asarray(theirs))
-    except DataError as error:
-        return str(error)
-    for name in (field.name for field in fields(Sample)):
-        a, b = np.asarray(getattr(sample, name)), np.asarray(getattr(ours, name))
-        if a.shape != b.shape:
-            return f"{a.size} {name} instead of {b.size}"
-        if len(places := np.argwhere(a != b)):
-            place = tuple(places[0].tolist())
-            at = f"[{place[0]}]" if place else ""
-            return f"{name}{at} is {a[place]} instead of {b[place]}"
-    return ""
+        pairs = zip(samples_of([np.asarray(array) for array in theirs]), ours, strict=True)
+    except NoSample as error:
+        return error.place, str(error)
+    for number, pair in enumerate(pairs):
+        for name in vars(pair[0]):
+            a, b = (np.asarray(getattr(sample, name)) for sample in pair)
+            if a.shape != b.shape:
+                return number, f"{a.size} {name} instead of {b.size}"
+            if len(places := np.argwhere(a != b)):
+                place = tuple(places[0].tolist())
+                at = f"[{place[0]}]" if place else ""
+                return number, f"{name}{at} is {a[place]} instead of {b[place]}"
+    return 0, ""
 
 
 def _described(member: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from data_prep.errors import DataError
 from data_prep.masking import Masking, Vocabulary, choose, make_samples, make_vocabulary, maskable, remask, replace
 from data_prep.pairs import PAIR_DTYPE
 from data_prep.settings import make_settings
-from data_prep.shards import Sample
+from data_prep.shards import Sample, decode_samples, join
 from data_prep.store import Store
 from data_prep.tokenizer import SpecialIds
 
@@ -268,17 +268,17 @@ def test_new_masks_with_the_old_seed_are_the_old_masks(unit: str, monkeypatch: p
     pairs, settings = cut_pairs(store, 300, 61), make_settings(64, seed=9, masking=unit, max_predictions=8)
     masking = Masking(unit, settings.masked_share, settings.max_predictions)
     samples = list(make_samples(store, pairs, 40, vocabulary, SPECIALS, settings))
-    other = remask(samples, 40 + np.arange(300), vocabulary, masking, seed=10)
+    other = remask(join(samples), 40 + np.arange(300), vocabulary, masking, seed=10)
     pairs_of_masks = [(a, b) for a, b in zip(samples, other, strict=True) if len(a.positions) == 8]
     assert sum(np.array_equal(a.positions, b.positions) for a, b in pairs_of_masks) < 0.1 * len(pairs_of_masks)
 
     monkeypatch.setattr(module, "TOKENS_AT_ONCE", 3 * 64)  # other samples next to each, and other widths
     some = np.random.default_rng(1).permutation(300)
-    again = remask([samples[i] for i in some], 40 + some, vocabulary, masking, seed=9)
+    again = remask(join([samples[i] for i in some]), 40 + some, vocabulary, masking, seed=9)
     assert all(same(samples[i], sample) for i, sample in zip(some, again, strict=True))
     apart = make_samples(store, pairs[37:60], 40 + 37, vocabulary, SPECIALS, settings)
     assert all(same(one, other) for one, other in zip(samples[37:60], apart, strict=True))
-    assert remask([], np.arange(0), vocabulary, masking, seed=9) == []
+    assert len(remask(decode_samples([]), np.arange(0), vocabulary, masking, seed=9)) == 0
 
 
 def test_the_layout_of_a_pair_and_of_a_single_segment() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,20 @@ import pytest
 from data_prep import shards
 from data_prep.build import build
 from data_prep.errors import DataError
+from data_prep.npy import npy_header
 from data_prep.settings import make_settings
-from data_prep.shards import NO_PAIR, Column, Sample, decode_sample, read_index, read_shard, write_shard
+from data_prep.shards import (
+    NO_PAIR,
+    Column,
+    NoSample,
+    Sample,
+    decode_sample,
+    decode_samples,
+    join,
+    read_index,
+    read_shard,
+    write_shard,
+)
 from tests.helpers.corpora import write_corpus
 
 NAME = "shard-00000"
@@ -69,6 +82,36 @@ def test_many_samples_of_all_lengths_lie_where_the_index_says(tmp_path: Path, dt
     assert index[:, Column.MASKED].tolist() == (lengths // 7).tolist()
     assert is_next.tolist() == [NO_PAIR if n % 2 else 1 for n in lengths]
     assert np.array_equal(ids, np.concatenate([sample.ids for sample in samples]))
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_samples_decoded_together_are_those_decoded_alone(tmp_path: Path, dtype: str) -> None:
+    samples = [sample(n, n // 7, single=bool(n % 2)) for n in (3, 16, 17, 128, 512, 40)]
+    for columns in (decode_samples(members(tmp_path, samples, dtype)), join(samples)):
+        assert len(columns) == 6
+        for some in (slice(0, 0), slice(None, 2), slice(2, 5), slice(-2, None), slice(6, 9)):
+            for after, before in zip(columns[some], samples[some], strict=True):
+                assert_equal(after, before)
+    assert list(decode_samples([])) == []
+
+
+@pytest.mark.parametrize(
+    ("damaged", "said"),
+    [
+        (lambda data: data[:-1], "no sample: 483 bytes do not fit its .npy header"),
+        (lambda data: b"?" * 484, "no sample: it does not start with the .npy header of one"),
+        (lambda data: npy_header("<u2", 3) + bytes(6), "no sample: an array of <u2 and shape (3,)"),
+        (lambda data: data[:128] + b"\x7f" + data[129:], "no sample: 178 numbers for 127 tokens and 19 masked "),
+    ],
+)
+def test_a_member_that_is_no_sample_is_named_by_its_place(
+    tmp_path: Path, damaged: Callable[[bytes], bytes], said: str
+) -> None:
+    read = members(tmp_path, [sample(seed=n) for n in range(5)])
+    with pytest.raises(NoSample) as error:
+        decode_samples([*read[:3], damaged(read[3]), damaged(read[4])])
+    for sent in (error.value, copy(error.value)):  # a copy takes the way that an error takes between processes
+        assert sent.place == 3 and str(sent).startswith(said)
 
 
 def test_the_samples_encoded_together_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

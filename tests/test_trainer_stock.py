@@ -23,7 +23,7 @@ from data_prep.errors import DataError
 from data_prep.manifest import load_manifest
 from data_prep.masking import remask
 from data_prep.settings import make_settings
-from data_prep.shards import NO_PAIR
+from data_prep.shards import NO_PAIR, join
 from data_prep.tokenizer import load_tokenizer
 from kernels import backend
 from tests.helpers.corpora import read_samples
@@ -192,9 +192,8 @@ def our_batches(folder: Path, size: int, count: int, mask_seed: int) -> list[Mic
     """The first samples of a data set in micro-batches with new masks, read without webdataset."""
     numbers = np.arange(size * count)
     masks = dynamic_masks(load_tokenizer(folder / "tokenizer"), load_manifest(folder), mask_seed)
-    read = remask(
-        list(islice(read_samples(folder), len(numbers))), numbers, masks.vocabulary, masks.masking, masks.seed
-    )
+    samples = join(list(islice(read_samples(folder), len(numbers))))
+    read = list(remask(samples, numbers, masks.vocabulary, masks.masking, masks.seed))
     return [collate(read[first : first + size], numbers[first : first + size]) for first in range(0, len(read), size)]
 
 

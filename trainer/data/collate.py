@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_prep.shards import NO_PAIR, Sample
+from data_prep.shards import NO_PAIR, Sample, join
 from trainer.data.flat import Flat, flat_filler, flatten
 from trainer.model.batch import IGNORED, MicroBatch
 
 
 def collate(samples: list[Sample], numbers: NDArray[np.int64]) -> MicroBatch:
     """Collate masked samples into one unpadded micro-batch; ``numbers`` (B,) seed their dropout."""
-    return micro_batch(flatten(samples, numbers))
+    return micro_batch(flatten(join(samples), numbers))
 
 
 def filler(cls_id: int, sep_id: int) -> MicroBatch:

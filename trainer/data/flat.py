@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.shards import NO_PAIR, Sample
+from data_prep.shards import NO_PAIR, Samples
 
 
 class Flat(NamedTuple):
@@ -24,26 +24,25 @@ class Flat(NamedTuple):
     is_next: NDArray[np.int64]
 
 
-def flatten(samples: list[Sample], numbers: NDArray[np.int64]) -> Flat:
+def flatten(samples: Samples, numbers: NDArray[np.int64]) -> Flat:
     """Lay masked samples end to end; ``numbers`` (B,) seed their dropout."""
-    lengths = np.array([len(sample.ids) for sample in samples])
+    lengths = samples.lengths
     starts = np.concatenate([[0], np.cumsum(lengths)])  # (B + 1,)
-    tokens = np.concatenate([sample.ids for sample in samples]).astype(np.int64)  # (T,)
-    masked = np.concatenate([s.positions + start for s, start in zip(samples, starts[:-1], strict=True)])
-    labels = tokens[masked]  # (P,)
-    tokens[masked] = np.concatenate([sample.replacements for sample in samples])
+    tokens = samples.ids.astype(np.int64)  # (T,)
+    masked = samples.positions + np.repeat(starts[:-1], samples.counts)  # (P,)
+    labels = tokens[masked]
+    tokens[masked] = samples.replacements
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    splits = np.repeat([sample.split for sample in samples], lengths)
     return Flat(
         tokens=tokens,
-        segments=(positions >= splits).astype(np.int64),
+        segments=(positions >= np.repeat(samples.splits, lengths)).astype(np.int64),
         positions=positions,
         cu_seqlens=starts.astype(np.int32),
         max_seqlen=int(lengths.max()),
         samples=np.ascontiguousarray(numbers, np.int64),
-        masked=masked.astype(np.int64),
+        masked=masked,
         labels=labels,
-        is_next=np.array([sample.is_next for sample in samples]),
+        is_next=samples.is_next,
     )
 
 

@@ -7,17 +7,15 @@ import weakref
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.errors import DataError
 from data_prep.manifest import Manifest
 from data_prep.masking import remask
-from data_prep.shards import Column, Sample, decode_sample, index_path, read_index, tar_path
+from data_prep.shards import Column, NoSample, Samples, decode_samples, index_path, read_index, tar_path
 from trainer.data.flat import Flat, flat_filler, flatten
 from trainer.data.masks import DynamicMasks
 from trainer.data.order import Order, deal
@@ -89,9 +87,11 @@ class Reader:
         if self.masks is not None:  # a whole step at once: half the time of masking each micro-batch separately
             samples = self._remasked(samples, picks[own], numbers[own], self.masks)
             if not self.masks.keeps_counts:
-                targets = sum(len(sample.positions) for sample in samples)
-        rest = iter(samples)
-        flats = [self._flatten(list(islice(rest, len(part))), numbers[part]) for part in mine]
+                targets = int(samples.counts.sum())
+        ends = np.cumsum([len(part) for part in mine]).tolist()
+        flats = [
+            self._flatten(samples[end - len(part) : end], numbers[part]) for end, part in zip(ends, mine, strict=True)
+        ]
         if self.spread is not None:
             flats = [spread(flat, self.spread) for flat in flats]
         return Step(tuple(flats), targets, int(lengths.sum()), int((lengths**2).sum()))
@@ -136,44 +136,45 @@ class Reader:
             return PassingError(f"shard {path} cannot be read ({error}): {lacks}")
         return TrainerError(f"shard {path} cannot be read ({error}): {self.remedy}")
 
-    def _samples(self, picks: NDArray[np.int64], index: NDArray[np.int64]) -> list[Sample]:
+    def _samples(self, picks: NDArray[np.int64], index: NDArray[np.int64]) -> Samples:
         """Read the samples of (count, 2) picks, whose index rows are (count, columns)."""
-        samples = []
+        members = []
         columns = index[:, [Column.OFFSET, Column.BYTES, Column.CRC32]]
         for number, row, offset, size, crc in np.concatenate([picks, columns], axis=1).tolist():
             shard = self._shard(number)
             try:
-                payload = os.pread(shard.handle, size, offset)
+                member = os.pread(shard.handle, size, offset)
             except OSError as error:
                 raise self._unreadable(shard.path, error) from None
-            if zlib.crc32(payload) != crc:
+            if zlib.crc32(member) != crc:
                 wrong = "is damaged at sample {}: its checksum differs"
-                if len(payload) < size:
+                if len(member) < size:
                     wrong = "is truncated: it ends before sample {} does"
                 raise TrainerError(f"shard {shard.path} {wrong.format(row)}; {self.remedy}")
-            try:
-                samples.append(decode_sample(payload))
-            except DataError as error:
-                raise TrainerError(f"shard {shard.path} is damaged at sample {row}: {error}; {self.remedy}") from None
-        return samples
+            members.append(member)
+        try:
+            return decode_samples(members)
+        except NoSample as error:
+            number, row = picks[error.place].tolist()
+            path = self._shard(number).path
+            raise TrainerError(f"shard {path} is damaged at sample {row}: {error}; {self.remedy}") from None
 
     def _remasked(
-        self, samples: list[Sample], picks: NDArray[np.int64], numbers: NDArray[np.int64], masks: DynamicMasks
-    ) -> list[Sample]:
+        self, samples: Samples, picks: NDArray[np.int64], numbers: NDArray[np.int64], masks: DynamicMasks
+    ) -> Samples:
         """Return the samples with the masks of their epoch: a function of (seed, epoch, sample), not of position."""
         shard, row = picks.T
         first, count = np.cumsum(self.sizes) - self.sizes, self.sizes.sum()
         keys = numbers // count * count + first[shard] + row  # (B,) unique over all epochs
         masked = remask(samples, keys, masks.vocabulary, masks.masking, masks.seed)
-        drawn, static = ([len(sample.positions) for sample in those] for those in (masked, samples))
-        if masks.keeps_counts and drawn != static:  # the count from the index would be wrong
+        if masks.keeps_counts and not np.array_equal(masked.counts, samples.counts):  # the index has the old counts
             raise TrainerError(
                 f"{self.folder}: dynamic masking changed the number of masked tokens; "
                 "set `masks: static` or rebuild the shards"
             )
         return masked
 
-    def _flatten(self, samples: list[Sample], numbers: NDArray[np.int64]) -> Flat:
-        if not samples:  # more parts than samples: a sequence without targets keeps the ranks in sync
+    def _flatten(self, samples: Samples, numbers: NDArray[np.int64]) -> Flat:
+        if not len(samples):  # more parts than samples: a sequence without targets keeps the ranks in sync
             return flat_filler(self.manifest.tokenizer.specials.cls, self.manifest.tokenizer.specials.sep)
         return flatten(samples, numbers)

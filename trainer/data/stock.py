@@ -26,7 +26,7 @@ from data_prep.errors import DataError
 from data_prep.json_text import shown
 from data_prep.manifest import TOKENIZER_FOLDER, Manifest, load_manifest
 from data_prep.masking import remask
-from data_prep.shards import Sample, sample_of
+from data_prep.shards import Sample, samples_of
 from data_prep.stock import DECODED, import_webdataset, stock_members
 from data_prep.tokenizer import load_proven
 from trainer.data.cache import Cache, CacheConfig, open_cache
@@ -165,7 +165,7 @@ class _Reading:
     def _samples(self, epoch: int, decoded: Iterator[dict[str, Any]]) -> Iterator[Sample]:
         """The samples, with the masks of their epoch if these are dynamic."""
         while block := list(islice(decoded, MASKED_AT_ONCE)):
-            samples = [sample_of(member["npy"]) for member in block]
+            samples = samples_of([member["npy"] for member in block])
             if self.masks is not None:
                 keys = np.array([int(member["__key__"]) for member in block]) + epoch * self.manifest.counts.samples
                 samples = remask(samples, keys, self.masks.vocabulary, self.masks.masking, self.masks.seed)
