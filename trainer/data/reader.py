@@ -84,7 +84,7 @@ class Reader:
         ]  # all ranks' k-th parts are neighbours, so they have nearly the same number of tokens
         own = np.concatenate(mine)
         samples, targets = self._samples(picks[own], index[own]), int(index[:, Column.MASKED].sum())
-        if self.masks is not None:  # a whole step at once: half the time of masking each micro-batch separately
+        if self.masks is not None:
             samples = self._remasked(samples, picks[own], numbers[own], self.masks)
             if not self.masks.keeps_counts:
                 targets = int(samples.counts.sum())
