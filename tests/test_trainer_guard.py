@@ -123,18 +123,33 @@ def test_signs_that_stop() -> None:
 
 
 def test_rollbacks_are_counted_in_a_window_and_kept() -> None:
-    guard, before = Guard(CONFIG), Guard(CONFIG)
+    guard, before = Guard(replace(CONFIG, non_finite="rollback")), Guard(CONFIG)
     judge(before, steps([5.0] * 6))
     found = found_in({"guard": asdict(before.state)})
+
+    def trouble(step: int) -> Finding:
+        return guard.overflowed(TrainState(step=step, phase=1, position=step), step + 8, "no step (1): lower the rate")
+
     for step in (10, 20, 150):
-        finding = Finding("spike", "rollback", step, "", 1, Gap(step, 8))
-        assert not guard.refusal(finding)
-        guard.went_back(found, finding)
+        assert trouble(step).action == "rollback"
+        guard.went_back(found, trouble(step))
     assert guard.state.recent == before.state.recent and guard.state.rollbacks == (10, 20, 150)
     assert guard.gaps(1) == (Gap(10, 8), Gap(20, 8), Gap(150, 8)) and guard.gaps(0) == ()
-    assert not guard.refusal(replace(finding, step=160))
-    guard.went_back(found, replace(finding, step=160))
-    assert guard.refusal(replace(finding, step=170)) == "it went back 2 times within 100 steps"
+    guard.went_back(found, trouble(160))
+    last = trouble(170)
+    assert (last.action, last.what) == ("stop", "no step (1); it went back 2 times within 100 steps")
+    with pytest.raises(Setback):  # nothing is saved, as after a rollback
+        guard.act([last])
+
+
+def test_one_spike_too_many_does_not_save() -> None:
+    guard = Guard(CONFIG)
+    judge(guard, steps([5.0] * 10))
+    guard.state = replace(guard.state, rollbacks=(1, 2))
+    [finding] = judge(guard, steps([9.0], 11))
+    assert finding.action == "stop" and finding.what.endswith("; it went back 2 times within 100 steps")
+    with pytest.raises(Setback):
+        guard.act([finding])
 
 
 def test_an_overflow_without_a_lower_scale_skips_its_own_step_too() -> None:

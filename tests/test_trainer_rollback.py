@@ -108,6 +108,8 @@ def test_trouble_that_stays_stops_the_run_and_its_restart(tiny_shards: Path, tmp
         )
         assert (code, other) == (REFUSED, REFUSED) and "it went back 2 times within 10000 steps" in said
         assert len(lines(tmp_path / "run", "rollback")) == 2, attempt
+        done = [line["action"] for line in lines(tmp_path / "run", "guard")]
+        assert done == ["rollback"] * 2 + ["stop"] * (attempt + 1) and said.count("going back") == 2 * (attempt == 0)
         assert saved(tmp_path) == [f"step-0000000{step}" for step in range(1, 4)]  # 4 and 5 read what is skipped
 
 

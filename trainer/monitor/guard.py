@@ -175,7 +175,7 @@ class Guard:
     def act(self, found: list[Finding]) -> None:
         """Do what was decided. Raises Setback if the run cannot go on from here."""
         for finding in found:
-            if finding.action == "rollback" or finding.sign == "non_finite":
+            if finding.sign == "non_finite" or getattr(self.config, finding.sign) == "rollback":
                 raise Setback(finding)
             if finding.action == "stop":
                 self.ending = self.ending or finding
@@ -186,8 +186,7 @@ class Guard:
         """The finding for a step from ``state``, with samples up to ``end``, whose gradients are not finite."""
         self._enter(state.phase)
         begin = self._before(state.position)
-        gap = Gap(begin, end - begin)
-        return Finding("non_finite", self.config.non_finite, state.step, self._diverged(what), state.phase, gap)
+        return self._finding("non_finite", state.step, self._diverged(what), state.phase, Gap(begin, end - begin))
 
     def told(self, finding: Finding) -> str:
         """The line about a finding that does not end the run."""
@@ -198,18 +197,19 @@ class Guard:
         }
         return f"guard: {finding.what}; {done[finding.action]}"
 
-    def refusal(self, finding: Finding) -> str:
-        """Why the run must stop although it could go back once more, or ""."""
-        after = finding.step - self.config.rollback_steps
-        if sum(step > after for step in self.state.rollbacks) < self.config.most_rollbacks:
-            return ""
-        return f"it went back {self.config.most_rollbacks} times within {self.config.rollback_steps} steps"
-
     def went_back(self, found: Checkpoint, finding: Finding) -> None:
         """Continue from a checkpoint's state, but keep what is skipped and count the rollback."""
         gap = (finding.phase, finding.gap.position, finding.gap.samples)
         gaps, rollbacks = (*self.state.gaps, gap), (*self.state.rollbacks, finding.step)
         self.state = replace(GuardState.of(found), gaps=gaps, rollbacks=rollbacks, spiking=False)
+
+    def _finding(self, sign: str, step: int, what: str, phase: int, gap: Gap) -> Finding:
+        """The finding, with the action that the configuration names; one rollback too many is a stop."""
+        action, after = getattr(self.config, sign), step - self.config.rollback_steps
+        if action == "rollback" and sum(past > after for past in self.state.rollbacks) >= self.config.most_rollbacks:
+            most, within = self.config.most_rollbacks, self.config.rollback_steps
+            action, what = "stop", f"{what}; it went back {most} times within {within} steps"
+        return Finding(sign, action, step, what, phase, gap)
 
     def _diverged(self, what: str) -> str:
         """The text without its remedy if the guard has one of its own."""
@@ -239,7 +239,7 @@ class Guard:
         if not sign or quiet:
             return []
         gap = Gap(start, step["position"] - start)
-        return [Finding(sign, getattr(self.config, sign), step["step"], what, step["phase"], gap)]
+        return [self._finding(sign, step["step"], what, step["phase"], gap)]
 
     def _before(self, begin: int) -> int:
         """The position of the step ``skip_before`` steps before the one that begins at ``begin``."""

@@ -192,9 +192,9 @@ class Run:
         evidence = diagnose(finding, self.phases[finding.phase], self.engine, self.folder, self.world)
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
-        if (reason := self.guard.refusal(finding)) or finding.action != "rollback":
+        if finding.action == "stop":
             kind = NotFiniteError if isinstance(setback.__context__, NotFiniteError) else TrainerError
-            raise kind(self._spelled(finding, reason, evidence))
+            raise kind(self._spelled(finding, evidence))
         self.say(f"guard: {evidence}")
         self.found = found = choose(self.folder, self.world, partial(self._require_before, finding), require_found)
         assert found is not None  # require_found
@@ -217,9 +217,9 @@ class Run:
             if step_of(path) in steps and (aside := move_aside(path)) is not None and (reason := remove(aside)):
                 warn(f"left behind: {reason}")
 
-    def _spelled(self, finding: Finding, *reasons: str) -> str:
+    def _spelled(self, finding: Finding, evidence: str = "") -> str:
         """The line that ends rank 0; the other ranks end without one."""
-        said = "; ".join(filter(None, [finding.what, *reasons, f"see {GUIDE}"]))
+        said = "; ".join(filter(None, [finding.what, evidence, f"see {GUIDE}"]))
         return f"the guard stopped the run: {said}" if self.world.is_main else ""
 
     def evaluate(self, state: TrainState, data: PhaseData, due: bool = False) -> None:
