@@ -152,6 +152,15 @@ def test_one_spike_too_many_does_not_save() -> None:
         guard.act([finding])
 
 
+def test_a_stop_comes_before_a_rollback() -> None:
+    guard = Guard(replace(CONFIG, spike="stop", loss_scale="rollback"))
+    floor = steps([5.0], 11, applied=False, loss_scale=2.0)
+    found = judge(guard, [*steps([5.0] * 10), *floor, *steps([9.0], 12)])
+    assert [finding.action for finding in found] == ["stop", "rollback"]
+    guard.act(found)
+    assert guard.ending is found[0]
+
+
 def test_an_overflow_without_a_lower_scale_skips_its_own_step_too() -> None:
     guard = Guard(replace(CONFIG, non_finite="rollback"))
     judge(guard, steps([5.0] * 6))

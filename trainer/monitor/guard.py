@@ -179,6 +179,7 @@ class Guard:
                 raise Setback(finding)
             if finding.action == "stop":
                 self.ending = self.ending or finding
+                return  # nothing that follows is graver
             if finding.action == "lower":
                 self.state = replace(self.state, lowered_until=finding.step + self.config.lower_steps)
 
