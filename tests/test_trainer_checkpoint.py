@@ -302,6 +302,26 @@ def test_a_publication_that_fails_leaves_latest_as_it_was(half: Path, monkeypatc
     assert (half / "latest").read_text() == "step-00000003\n"
 
 
+def test_an_amended_checkpoint_is_whole_at_any_moment(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(source), None, str(target))
+
+    def state() -> tuple[Any, Any, str]:
+        found = checkpoint.read(half / "step-00000002")
+        return found.record, found.parts, (half / "latest").read_text()
+
+    before = state()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            saving.amend(half / "step-00000002", guard={"gaps": [[0, 8, 16]]})
+    assert state() == before and before[2] == "step-00000003\n"
+    saving.amend(half / "step-00000002", guard={"gaps": [[0, 8, 16]]})
+    assert state() == ({**before[0], "guard": {"gaps": [[0, 8, 16]]}}, before[1], "step-00000002\n")
+    assert len(contents(half / "step-00000002")) == 3
+    checkpoint.verify(checkpoint.read(half / "step-00000002"))
+
+
 def test_a_disk_slower_than_a_collective_may_be_holds_up_no_rank(tmp_path: Path) -> None:
     for code, output in train(tmp_path, 2, 1, 1, "slow=9", "timeout=6"):
         assert code == 0 and "step 1: whole" in output, output

@@ -256,7 +256,7 @@ def test_what_the_guard_does_is_logged_and_counted(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.count("warning: guard: step 26: loss") == 1
     run.went_back(TrainState(attempts=20, step=20, position=160, samples=160))
     assert lines(tmp_path, "rollback")[0].items() >= {"step": 20, "rolled_back": 10}.items()
-    assert value(run, "rolled_back_steps") == 10 and value(run, "step") == 20
+    assert value(run, "rolled_back_steps") == 10 and value(run, "step") == value(run, "checkpoint_step") == 20
     train(run, 10, TrainState(attempts=20, step=20, position=160, samples=160), left_out=16, wait=0.0)
     assert value(run, "left_out_samples_total") == 160
     assert run.spent["rework"] > 0

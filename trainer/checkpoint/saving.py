@@ -284,8 +284,8 @@ def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.S
         "parts": parts,
         "record": save.record,
     }
-    listing, pointer = save.temporary / "checkpoint.json", save.folder.with_name("latest")
-    listing.write_text(json.dumps({**tree, "sha256": checkpoint.tree_sha256(tree)}, indent=1), encoding="utf-8")
+    listing = save.temporary / "checkpoint.json"
+    listing.write_bytes(_signed(tree))
     for path in (listing, save.temporary):
         sync(path)
     size = sum(path.stat().st_size for path in save.temporary.iterdir())
@@ -293,8 +293,32 @@ def _publish(save: _Save, parts: list[dict[str, Any]], shapes: dict[str, torch.S
     os.replace(save.temporary, save.folder)
     sync(save.folder.parent)
     try:
-        with replacing(pointer) as file:
-            file.write(f"{save.folder.name}\n".encode())
+        _point_to(save.folder)
     except OSError as error:
+        pointer = save.folder.with_name("latest")
         return size, {pointer: f"cannot write {pointer}: {error.strerror}"}
     return size, {}
+
+
+def amend(folder: Path, **changes: Any) -> None:
+    """Let ``latest`` name a checkpoint, and replace these items of its record, at once. Its tensors stay as they are.
+
+    Raises OSError if the disk does not allow it; the checkpoint is then unchanged.
+    """
+    _point_to(folder)
+    listing = folder / "checkpoint.json"
+    tree = json.loads(listing.read_bytes())
+    del tree["sha256"]
+    tree["record"] |= changes
+    with replacing(listing) as file:
+        file.write(_signed(tree))
+
+
+def _signed(tree: dict[str, Any]) -> bytes:
+    """The content of checkpoint.json, with its own sha256."""
+    return json.dumps({**tree, "sha256": checkpoint.tree_sha256(tree)}, indent=1).encode()
+
+
+def _point_to(folder: Path) -> None:
+    with replacing(folder.with_name("latest")) as file:
+        file.write(f"{folder.name}\n".encode())

@@ -208,6 +208,7 @@ class Exporter:
             case "guard":
                 self("guard_actions", record["action"]).inc()
             case "rollback":
+                self("checkpoint_step").set(record["step"])
                 self("rolled_back_steps").set(record["rolled_back"])
 
     def _publish_checkpoint(self, record: Record) -> None:

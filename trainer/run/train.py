@@ -11,7 +11,7 @@ from trainer.checkpoint.changed_settings import Setup, since, spelled
 from trainer.checkpoint.leftovers import move_aside, remove
 from trainer.checkpoint.reading import Checkpoint, named, step_of
 from trainer.checkpoint.resume import choose, load, record, require_saved
-from trainer.checkpoint.saving import Saver, stuck_saves
+from trainer.checkpoint.saving import Saver, amend, attempt, stuck_saves
 from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.console import say, silent, warn
 from trainer.data.loader import StepBatch
@@ -184,7 +184,7 @@ class Run:
             self.metrics.act(self.guard.saved(saved))
 
     def roll_back(self, setback: Setback) -> TrainState:
-        """Go back to the newest checkpoint from before the samples to skip, and save it again with these in it.
+        """Go back to the newest checkpoint from before the samples to skip, and let it record these.
 
         Equals a restart from that checkpoint. Raises TrainerError on all ranks if the guard must stop the run instead.
         """
@@ -201,10 +201,10 @@ class Run:
         state = self._load(found)
         self.guard.went_back(found, finding)
         together(partial(self._remove, range(state.step + 1, finding.step + 1)), self.world)
+        self._amend(found, state)
         self.metrics.went_back(state)
         self.say(f"guard: went back to {found.folder} at step {state.step}")
-        self.counted, self.owes, self.saved = self.metrics.trained, False, -1
-        self.save(state, due=True)
+        self.counted, self.owes = self.metrics.trained, False
         return state
 
     def _require_before(self, finding: Finding, found: Checkpoint) -> None:
@@ -216,6 +216,12 @@ class Run:
         for path in named(self.folder) if self.world.is_main else ():
             if step_of(path) in steps and (aside := move_aside(path)) is not None and (reason := remove(aside)):
                 warn(f"left behind: {reason}")
+
+    def _amend(self, found: Checkpoint, state: TrainState) -> None:
+        """Let the checkpoint record what the guard skips. Replaces one file, so a kill loses nothing."""
+        changes = partial(amend, found.folder, state=asdict(state), guard=asdict(self.guard.state))
+        if self.world.is_main and (failure := attempt(changes)):
+            warn(f"{found.folder} does not record what is skipped ({failure}): a restart would go back once more")
 
     def _spelled(self, finding: Finding, evidence: str = "") -> str:
         """The line that ends rank 0; the other ranks end without one."""
