@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -23,9 +25,13 @@ from tests.helpers import ranks
 from tests.helpers.ranks import ROOT
 from tests.helpers.runs import lines, wait_for, write_config
 from trainer.checkpoint import reading as checkpoint
+from trainer.checkpoint.train_state import TrainState
+from trainer.console import silent
 from trainer.data.loader import Loader
 from trainer.errors import LostError, PassingError, TrainerError, exit_code, explain, shortage
 from trainer.exits import FAILED, LOST, REFUSED
+from trainer.monitor.guard import Finding, Setback
+from trainer.run.train import Run
 
 pytestmark = pytest.mark.slow
 
@@ -140,6 +146,14 @@ def test_the_steps_before_it_are_saved(tiny_shards: Path, tmp_path: Path, number
     [(code, output)] = ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(config)))
     assert code == 0 and "resumed from" in output, output
     assert [line["step"] for line in lines(tmp_path / "run", "step")] == list(range(1, 21))
+
+
+def test_trouble_in_the_steps_before_it_does_not_hide_it() -> None:
+    """The guard judges those steps before they are saved."""
+    run: Any = SimpleNamespace(boundary=TrainState(step=7), saved=5, world=SimpleNamespace(size=1), say=silent)
+    run.save = Mock(side_effect=Setback(Finding("spike", "rollback", 7, "a spike")))
+    Run.rescue(run, PassingError("no more data"))
+    assert run.save.called
 
 
 def test_ranks_that_need_one_another_keep_the_last_checkpoint(tiny_shards: Path, tmp_path: Path) -> None:

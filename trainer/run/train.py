@@ -309,7 +309,10 @@ class Run:
         if exit_code(error) != FAILED or self.world.size > 1 or state is None or state.step in (0, self.saved):
             return
         self.say(f"{explain(error)}: saving step {state.step} before ending")
-        self.save(state, due=True)
+        try:
+            self.save(state, due=True)
+        except Setback:  # the next start finds the same trouble
+            return
         for saved in self.saver.finish():
             self.metrics.checkpoint(saved)
 
