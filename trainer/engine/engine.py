@@ -240,14 +240,16 @@ class Engine(Generic[M]):
             return StepResult(sums, torch.full_like(self.optimizer.gradient_norm, torch.inf), None, False, used)
         return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, True, used)
 
-    def gradient_norms(self) -> dict[str, float]:
-        """The norm of each tensor's gradient in the last step, or of its moving average if that one is not kept.
+    def gradient_norms(self) -> tuple[str, dict[str, float]]:
+        """What was measured, and its norm for each parameter, by name: the last step's gradient if it is still there.
 
-        By parameter name, unscaled, over all ranks. A collective.
+        Otherwise it is the gradient's moving average. Both are unscaled, over all ranks. A collective.
         """
         if self._gradients is not None and self._gradients.own is not None:
-            return self.optimizer.tensor_norms([self._gradients.own], self.optimizer.unscale)
-        return self.optimizer.tensor_norms([self.optimizer.moments(b)["exp_avg"] for b in self.partition.buffers])
+            norms = self.optimizer.tensor_norms([self._gradients.own], self.optimizer.unscale)
+            return "gradient in the last step", norms
+        averages = [self.optimizer.moments(buffer)["exp_avg"] for buffer in self.partition.buffers]
+        return "moving average of the gradient", self.optimizer.tensor_norms(averages)
 
     def close(self) -> None:
         """Release what DeepSpeed's hooks hold, for a process that builds several engines."""

@@ -27,27 +27,27 @@ LARGEST = 5  # tensors that the line names
 
 def diagnose(finding: Finding, data: PhaseData, engine: Engine[Any], folder: Path, world: World) -> str:
     """Write ``folder``/guard/step-….json and return one line about it, empty on all ranks but 0. A collective."""
-    norms = engine.gradient_norms()
+    measured, norms = engine.gradient_norms()
     if not world.is_main:
         return ""
     path = folder / "guard" / f"step-{finding.step:08d}.json"
     ranked = sorted(norms.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"), reverse=True)
-    failure = attempt(partial(_write, path, finding, data, dict(ranked)))
+    failure = attempt(partial(_write, path, finding, data, {"norms_of": measured, "gradient_norms": dict(ranked)}))
     named = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:LARGEST])
     gap = finding.gap
     read = f"samples {gap.position} to {gap.position + gap.samples - 1} of phase {data.phase.name}"
     where = f"cannot be listed ({failure})" if failure else f"are listed in {path}"
-    return f"{read} {where}; largest gradients: {named}"
+    return f"{read} {where}; largest norms of the {measured}: {named}"
 
 
-def _write(path: Path, finding: Finding, data: PhaseData, norms: dict[str, float]) -> None:
+def _write(path: Path, finding: Finding, data: PhaseData, norms: dict[str, Any]) -> None:
     gap = finding.gap
     facts = {"sign": finding.sign, "action": finding.action, "step": finding.step, "what": finding.what}
     place = {"phase": data.phase.name, "position": gap.position, "samples": gap.samples}
     listed = _samples(data, gap.position, min(gap.samples, MOST_LISTED))
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
-        tree = plain({**facts, **place, "gradient_norms": norms, "listed": listed})
+        tree = plain({**facts, **place, **norms, "listed": listed})
         file.write(json.dumps(tree, indent=1, ensure_ascii=False, allow_nan=False).encode())
 
 
