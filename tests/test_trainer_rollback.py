@@ -67,7 +67,7 @@ def test_a_rollback_equals_a_run_that_passes_over_the_samples(
     sets = f"engine.precision={precision}", f"engine.zero_stage={stage}"
     back, straight, resumed = (tmp_path / name for name in ("back", "straight", "resumed"))
     [(code, said), (other, _)] = train(back, tiny_shards, kind, *sets)
-    assert (code, other) == (0, 0) and f"went back to {back / 'run/step-00000003'} at step 3" in said
+    assert (code, other) == (0, 0) and f"{back / 'run/step-00000003'} at step 3, skipping samples 120 to 179" in said
     assert said.count(f"saved {back / 'run/step-00000003'}") == 1  # a kill while it is saved again would lose it
     [found] = lines(back / "run", "guard")
     assert (found["action"], found["gap"]) == ("rollback", GAP)

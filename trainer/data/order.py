@@ -27,6 +27,9 @@ class Gap:
     position: int  # number of the first sample, as `position` in metrics.jsonl counts them
     samples: int  # how many are skipped
 
+    def __str__(self) -> str:
+        return f"samples {self.position} to {self.position + self.samples - 1}"
+
     def problems(self) -> list[str]:
         """Every invalid setting of this gap, with what to change."""
         return outside(self, position=(0, MOST_SAMPLES), samples=(1, MOST_SAMPLES))

@@ -44,10 +44,11 @@ class GuardConfig:
     spike: Literal["warn", "lower", "rollback", "stop"] = "warn"  # the loss is far above that of the last steps
     loss_scale: Literal["warn", "lower", "rollback", "stop"] = "warn"  # the loss scale of fp16 has fallen to 1
     plateau: Literal["warn", "stop"] = "warn"  # the run is on the plateau at the unigram loss
-    slow_rank: Literal["warn", "stop"] = "warn"  # for ten minutes, one rank has worked 1.2 times as long as the mean
+    # for ten minutes, one rank has worked over 1.2 times as long as the mean
+    slow_rank: Literal["warn", "stop"] = "warn"
     failed_save: Literal["warn", "stop"] = "warn"  # a checkpoint could not be saved
     spike_steps: int = 100  # last steps that a loss is compared with; a phase is judged once half of them are taken
-    spike_deviations: float = 8.0  # a loss this many deviations above their median is a spike
+    spike_deviations: float = 8.0  # a loss more than this many deviations above their median is a spike
     lower_factor: float = 0.5  # the factor of the learning rate for lower
     lower_steps: int = 100  # steps with the lower rate
     skip_before: int = 1  # rollback: steps before the first bad one whose samples are also skipped
@@ -261,8 +262,8 @@ class Guard:
         before, self._slow_seconds = self._slow_seconds, self._slow_seconds + float(seconds.max())
         if not before < SLOW_SECONDS <= self._slow_seconds:
             return []
-        minutes = SLOW_SECONDS / 60
-        what = f"rank {rank} is slow: for {minutes:.0f} minutes it has worked {SLOW_RATIO} times as long as the mean"
+        ratio = f"over {SLOW_RATIO} times as long as the mean"
+        what = f"rank {rank} is slow: for {SLOW_SECONDS / 60:.0f} minutes it has worked {ratio}"
         return [Finding("slow_rank", self.config.slow_rank, step, what)]
 
 

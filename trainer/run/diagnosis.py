@@ -34,10 +34,8 @@ def diagnose(finding: Finding, data: PhaseData, engine: Engine[Any], folder: Pat
     ranked = sorted(norms.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"), reverse=True)
     failure = attempt(partial(_write, path, finding, data, {"norms_of": measured, "gradient_norms": dict(ranked)}))
     named = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:LARGEST])
-    gap = finding.gap
-    read = f"samples {gap.position} to {gap.position + gap.samples - 1} of phase {data.phase.name}"
     where = f"cannot be listed ({failure})" if failure else f"are listed in {path}"
-    return f"{read} {where}; largest norms of the {measured}: {named}"
+    return f"{finding.gap} of phase {data.phase.name} {where}; largest norms of the {measured}: {named}"
 
 
 def _write(path: Path, finding: Finding, data: PhaseData, norms: dict[str, Any]) -> None:

@@ -203,7 +203,7 @@ class Run:
         together(partial(self._remove, range(state.step + 1, finding.step + 1)), self.world)
         self._amend(found, state)
         self.metrics.went_back(state)
-        self.say(f"guard: went back to {found.folder} at step {state.step}")
+        self.say(f"guard: went back to {found.folder} at step {state.step}, skipping {finding.gap}")
         self.counted, self.owes = self.metrics.trained, False
         return state
 
