@@ -24,7 +24,7 @@ _SHARDS, _WINDOW = 1, 2  # the purposes of random streams
 class Gap:
     """Consecutive samples in the order that training skips."""
 
-    position: int  # number of the first sample, as `position` in metrics.jsonl counts them
+    position: int  # number of the first sample; in metrics.jsonl, `position` is the number after a step's last one
     samples: int  # how many are skipped
 
     def __str__(self) -> str:
