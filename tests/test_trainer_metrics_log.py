@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.monitor.metrics_log import MetricsLog, past, read_lines, tokens_per_second
+from trainer.monitor.metrics_log import MetricsLog, newest_steps, past, read_lines, tokens_per_second
 
 
 def test_what_is_written_is_read_and_null_stands_for_what_is_not_finite(tmp_path: Path) -> None:
@@ -80,6 +80,17 @@ def test_the_last_step_is_the_highest_of_all_attempts(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(json.dumps({"event": "step", "step": 1029})[:26])  # killed while it wrote: 10 is to be seen
     assert past(path) == (101, 2, False)
+
+
+@pytest.mark.parametrize("event", ["start", "rollback"])
+def test_the_newest_steps_are_those_that_led_to_the_last_one(tmp_path: Path, event: str) -> None:
+    """Steps that were taken again may differ: before a rollback, their loss may be NaN, which is null here."""
+    path = tmp_path / "metrics.jsonl"
+    bad = [{"event": "step", "step": step, "mlm_loss": float("nan")} for step in (3, 4)]
+    good = [{"event": "step", "step": step, "mlm_loss": 7.0} for step in range(1, 7)]
+    MetricsLog(path).write([*good[:2], *bad, {"event": event, "time": 1.0, "step": 2}, *good[2:]])
+    assert newest_steps(path, 10, 5) == good[:5]
+    assert newest_steps(path, 3, 6) == good[3:]
 
 
 def test_a_plateau_lasts_until_it_is_left(tmp_path: Path) -> None:

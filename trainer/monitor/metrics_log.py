@@ -23,7 +23,9 @@ STEP_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
 LOSS_TASKS = ("mlm", "nsp")
 _STEP = re.compile(rb'"step": (\d{1,15})(?!\d)')
 _LONGEST = 1 << 20  # bytes of a line; ours have a few hundred
-_ATTEMPT, _STEP_EVENT, _PLATEAU = (f'{{"event": "{event}"'.encode() for event in ("attempt", "step", "plateau"))
+_ATTEMPT, _START, _ROLLBACK, _STEP_EVENT, _PLATEAU = (
+    f'{{"event": "{event}"'.encode() for event in ("attempt", "start", "rollback", "step", "plateau")
+)
 
 
 class MetricsLog:
@@ -81,12 +83,18 @@ def _step_of(line: bytes) -> int:
 
 
 def newest_steps(path: Path, count: int, last: int) -> list[Record]:
-    """Up to ``count`` records of the newest steps in a metrics log, none after step ``last``; empty without a log."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        read = iter(partial(file.readline, _LONGEST), b"")
-        kept = deque((line for line in read if line.startswith(_STEP_EVENT) and _step_of(line) <= last), count)
+    """Up to ``count`` records of the steps that led to step ``last``, the newest ones; empty without a metrics log.
+
+    Steps that were taken again after a restart or a rollback are not among them.
+    """
+    kept = deque[bytes](maxlen=count)
+    if path.exists():
+        with path.open("rb") as file:
+            for line in iter(partial(file.readline, _LONGEST), b""):
+                if line.startswith(_STEP_EVENT) and _step_of(line) <= last:
+                    kept.append(line)
+                while line.startswith((_START, _ROLLBACK)) and kept and _step_of(kept[-1]) > _step_of(line):
+                    kept.pop()
     return [record for line in kept if (record := _parsed(line.decode(errors="replace"))) is not None]
 
 
