@@ -19,7 +19,8 @@ from trainer.monitor.history import History, read_history
 from trainer.monitor.metrics_log import STEP_PARTS as EXPORTED_PARTS
 from trainer.monitor.metrics_log import TIME_STATES
 from trainer.monitor.panels import PART_COLORS, smooth, smooth_logarithm, strided, thinned
-from trainer.monitor.summary import draw, duration, short, summary
+from trainer.monitor.quantities import duration, short
+from trainer.monitor.summary import draw, summary
 from trainer.report import main
 
 pytestmark = pytest.mark.slow

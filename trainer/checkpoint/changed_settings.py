@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.checkpoint.reading import Checkpoint
 from trainer.checkpoint.train_state import TrainState
-from trainer.engine.schedule import BatchStage, Phase
+from trainer.engine.schedule import Phase, known_phases
 
 Changes = dict[str, tuple[Any, Any]]  # key: its value in the checkpoint, and its value now
 # sections that affect how a run continues
@@ -35,10 +35,7 @@ class Setup:
     @property
     def phases(self) -> list[Phase]:
         """The phases, without keys that this version does not know."""
-        names = Phase.__dataclass_fields__
-        known = [{key: value for key, value in own.items() if key in names} for own in self.config["phases"]]
-        stages = [tuple(BatchStage(**stage) for stage in own.get("batch_warmup", ())) for own in known]
-        return [Phase(**own | {"batch_warmup": each}) for own, each in zip(known, stages, strict=True)]
+        return known_phases(self.config["phases"])
 
     def deciding(self, phase: int) -> dict[str, Any]:
         """The settings that affect the run from the phase with this index on."""
@@ -82,10 +79,11 @@ def differing(before: Any, now: Any, where: str = "") -> Changes:
 
 def spelled(changes: Changes) -> str:
     """The changes as one line of text."""
-    return "; ".join(f"{key} was {_shown(before)}, now {_shown(now)}" for key, (before, now) in changes.items())
+    return "; ".join(f"{key} was {setting(before)}, now {setting(now)}" for key, (before, now) in changes.items())
 
 
-def _shown(value: Any) -> str:
+def setting(value: Any) -> str:
+    """One setting as text; a phase as its name."""
     if isinstance(value, Mapping) and "name" in value:  # a phase
         return str(value["name"])
     return value if isinstance(value, str) else f"{value:.10g}" if isinstance(value, float) else json.dumps(value)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from data_prep.json_text import shown
 from trainer.bounds import ABOVE_0, LARGEST_BATCH, MOST_SAMPLES, MOST_STEPS, outside
@@ -179,6 +180,14 @@ class Phase:
         if exponential and self.power != Phase.power:
             found.append("power is for decay: polynomial, but decay is exponential: remove it")
         return found
+
+
+def known_phases(trees: Iterable[dict[str, Any]]) -> list[Phase]:
+    """Phases that a run has stored as plain data, without keys that this version does not know."""
+    names = Phase.__dataclass_fields__
+    known = [{key: value for key, value in own.items() if key in names} for own in trees]
+    stages = [tuple(BatchStage(**stage) for stage in own.get("batch_warmup", ())) for own in known]
+    return [Phase(**own | {"batch_warmup": each}) for own, each in zip(known, stages, strict=True)]
 
 
 def batch_of(phase: Phase, ranks: int) -> tuple[int, int]:

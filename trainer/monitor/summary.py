@@ -30,6 +30,7 @@ from trainer.monitor.panels import (
     number,
     present,
 )
+from trainer.monitor.quantities import duration, short
 from trainer.monitor.references import Reference
 
 _STATES = {
@@ -136,16 +137,6 @@ def published(reference: Reference, history: History) -> str:
     return f"{reference.name}: {name} {reference.value}{here} ({source})"
 
 
-def duration(seconds: float) -> str:
-    """A time span in its two largest units."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    for unit, size, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
-    raise AssertionError(seconds)
-
-
 def draw(
     history: History,
     title: str,
@@ -210,14 +201,6 @@ def _key_metrics(history: History) -> dict[str, str]:
     if len(heldout):
         out["held-out MLM loss"] = f"{heldout[-1]:.3f}"
     return out
-
-
-def short(value: float) -> str:
-    """A number with three digits and a unit, such as 1.23 M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
 
 
 def _panel(axes: Axes, panel: RunPanel, history: History) -> None:
