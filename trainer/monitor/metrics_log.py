@@ -26,6 +26,7 @@ _LONGEST = 1 << 20  # bytes of a line; ours have a few hundred
 _ATTEMPT, _START, _ROLLBACK, _STEP_EVENT, _PLATEAU = (
     f'{{"event": "{event}"'.encode() for event in ("attempt", "start", "rollback", "step", "plateau")
 )
+_FREQUENT = {_STEP_EVENT, b'{"event": "ranks"', b'{"event": "time"'}
 
 
 class MetricsLog:
@@ -66,6 +67,38 @@ def lines(path: Path) -> Iterator[Record]:
         for line in iter(partial(file.readline, _LONGEST), ""):  # a longer line is not ours and arrives in pieces
             if (record := _parsed(line)) is not None:
                 yield record
+
+
+def skimmed(path: Path, newest: int) -> Iterator[Record]:
+    """Yield the records that say where a run stands, in order: nearly all of a log's lines are left out unparsed.
+
+    Left out are most records of steps, ranks and times: of each kind, the first and the last are kept before every
+    other record and before a step that is repeated, and at the end the ``newest`` steps. Raises OSError like `lines`.
+    """
+    kept: dict[int, bytes] = {}  # by line number
+    steps = deque[tuple[int, bytes]](maxlen=newest)
+    last: dict[bytes, tuple[int, bytes]] = {}  # of each kind, since the last other record or repetition
+    before = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(partial(file.readline, _LONGEST), b"")):
+            if not line.startswith(b'{"event": "'):
+                continue
+            kind = line[: line.find(b",")]
+            step = _step_of(line) if kind in _FREQUENT and line.endswith(b"}\n") else 0  # a kill truncates a line
+            if not step or (kind == _STEP_EVENT and step < before):
+                kept.update(last.values())
+                last = {}
+            if kind not in last:
+                kept[number] = line
+            if step:
+                last[kind] = number, line
+            if step and kind == _STEP_EVENT:
+                before = step
+                steps.append((number, line))
+    kept.update([*last.values(), *steps])
+    for number in sorted(kept):
+        if (record := _parsed(kept[number].decode(errors="replace"))) is not None:
+            yield record
 
 
 def _parsed(line: str) -> Record | None:
