@@ -1,4 +1,6 @@
-"""Stop all ranks together: SIGTERM or SIGUSR1 to any rank ends the run on every rank at the same step boundary.
+"""Stop all ranks together: a request to any of them ends the run on every rank at the same step boundary.
+
+The request is SIGTERM, SIGUSR1, or a file that one of the ranks looks for.
 
 Ranks check for a stop after a step, and while they wait for data that may never come.
 
@@ -13,6 +15,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from types import FrameType
@@ -38,10 +41,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stop:
-    """Listens for signals once created, which all ranks do together. A second signal has no effect, even in a save."""
+    """Listens for signals once created, which all ranks do together. A second signal has no effect, even in a save.
 
-    def __init__(self, world: World, every: int) -> None:
-        self.world, self.every = world, every
+    ``requested`` is a second way to ask this rank, looked at whenever the ranks agree.
+    """
+
+    def __init__(self, world: World, every: int, requested: Callable[[], bool] | None = None) -> None:
+        self.world, self.every, self.requested = world, every, requested
         self.asked = False  # this rank was asked to stop
         self.decided = False  # all ranks agreed: they end at this step boundary
         self.broke_off = False  # they also stopped waiting for data
@@ -56,10 +62,15 @@ class Stop:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
 
+    def _wanted(self) -> bool:
+        if not self.asked and self.requested is not None and self.requested():
+            self.asked = True  # nothing sets it to False, so no signal in between is lost
+        return self.asked
+
     def agreed(self, step: int) -> bool:
         """Whether any rank was asked to stop. All ranks check together, every ``every`` steps."""
         if step % self.every == 0:
-            self.decided = self.sum(self.asked) != [0]
+            self.decided = self.sum(self._wanted()) != [0]
         return self.decided
 
     def wait(self, task: futures.Future[Any]) -> bool:
@@ -72,7 +83,7 @@ class Stop:
             ended = futures.wait([task], STOP_POLL_SECONDS).done
             for one in ended:
                 one.result()
-            behind, asked = self.sum(not ended, self.asked)
+            behind, asked = self.sum(not ended, self._wanted())
             if not behind:
                 return True
             if asked:

@@ -16,6 +16,7 @@ from trainer.run.config import Config, to_tree
 from trainer.run.lock import LOCK_PATIENCE_SECONDS, hold
 from trainer.run.phases import Plan
 from trainer.run.resume_checks import require_own_folder
+from trainer.run.stop_request import forget_request
 
 ENDED = "ended.json"  # "how" is "done", "reached" (evaluation.stop_at) or "stopped"
 
@@ -24,9 +25,10 @@ def take(config: Config, tell: Tell) -> IO[str] | None:
     """Create and lock the folder. Raises TrainerError if it is not a run's folder, or another run writes to it."""
     folder = Path(config.run.folder)
     require_own_folder(folder)
-    return hold(
-        folder, min(LOCK_PATIENCE_SECONDS, config.run.timeout_seconds / 2), tell
-    )  # the other ranks wait in a collective
+    patience = min(LOCK_PATIENCE_SECONDS, config.run.timeout_seconds / 2)  # the other ranks wait in a collective
+    lock = hold(folder, patience, tell)
+    forget_request(folder)  # an earlier attempt's, which was killed before it saw it
+    return lock
 
 
 def leave_configuration(plan: Plan) -> None:
@@ -43,8 +45,9 @@ def leave_configuration(plan: Plan) -> None:
 
 
 def leave_end(folder: Path, how: str, step: int) -> None:
-    """Write how and at which step the run ended, which a killed run does not leave."""
+    """Write how and at which step the run ended, which a killed run does not leave, and forget a request to stop."""
     (folder / ENDED).write_text(json.dumps({"how": how, "step": step}) + "\n", "utf-8")
+    forget_request(folder)
 
 
 def forget_end(folder: Path) -> None:

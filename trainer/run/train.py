@@ -41,6 +41,7 @@ from trainer.run.resume_checks import (
     require_same_run,
     require_state,
 )
+from trainer.run.stop_request import requested
 
 
 class Run:
@@ -51,7 +52,8 @@ class Run:
         self.plan, self.config, self.phases, self.world = plan, config, plan.phases, world
         self.folder = Path(config.run.folder)
         self.say = say if world.is_main else silent
-        self.stop = Stop(world, config.metrics.log_every_steps)
+        asked = partial(requested, self.folder, self.say) if world.is_main else None
+        self.stop = Stop(world, config.metrics.log_every_steps, asked)
         self.guard = Guard(config.guard)
         watch = Stopwatch(world.device)
         self.lock = together(lambda: take(config, self.say) if world.is_main else None, world)
