@@ -55,3 +55,19 @@ def hold(folder: Path, patience: float, tell: Tell) -> IO[str] | None:
     file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def held(folder: Path) -> bool | None:
+    """Whether a process holds the folder's lock; None if that is unknown: a file system may hide other nodes' locks.
+
+    The test itself holds a shared lock for an instant, for which a run that starts would wait LOCK_POLL_SECONDS.
+    """
+    try:
+        with (folder / LOCK_FILE).open(encoding="utf-8", errors="replace") as file:
+            holder = file.read(1000).strip()
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False if holder.endswith(f" of {socket.gethostname()}") else None

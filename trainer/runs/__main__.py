@@ -1,0 +1,189 @@
+"""All runs below some folders: list them, stop one, compare several.
+
+python -m trainer.runs [FOLDER …] [--watch] [--json] [--price 2.5]
+python -m trainer.runs stop NAME [--below FOLDER]
+python -m trainer.runs compare NAME NAME … [--below FOLDER] [--picture FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from data_prep.errors import DataError
+from data_prep.options import CommandParser, check_place
+from trainer.console import complain, print_result
+from trainer.errors import TrainerError, exit_code
+from trainer.exits import INTERRUPTED
+from trainer.monitor.metrics_log import METRICS_LOG
+from trainer.run.lock import held
+from trainer.run.stop_request import request
+from trainer.runs.status import LIVE, RunStatus, find_runs, in_order, read_status
+from trainer.runs.table import printable, table
+
+RUNS = Path("runs")  # where runs are looked for, unless the command says otherwise
+HOME, REST_OF_LINE, REST_OF_SCREEN, CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"  # a terminal's own commands
+PROGRAM = "python -m trainer.runs"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code; an error prints one line."""
+    words = sys.argv[1:] if arguments is None else arguments
+    commands: dict[str, Callable[[list[str]], None]] = {"stop": _stop, "compare": _compare}
+    try:
+        if words and words[0] in commands:
+            commands[words[0]](words[1:])
+        else:
+            _list(words)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (DataError, TrainerError) as error:
+        complain("trainer.runs", error)
+        return exit_code(error)
+    return 0
+
+
+# ---- the list ------------------------------------------------------------------------------------------------
+
+
+def _list(words: list[str]) -> None:
+    parser = CommandParser(
+        prog=PROGRAM,
+        description="List all runs below some folders.",
+        epilog=f"See also {PROGRAM} stop --help and {PROGRAM} compare --help. A folder of these names is ./stop.",
+    )
+    parser.add_argument("folders", nargs="*", type=Path, default=[RUNS], metavar="FOLDER", help="where to look (runs)")
+    parser.add_argument("--price", type=_positive, metavar="X", help="price of one GPU for one hour")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print data instead of a table; see docs/runs.md")
+    form.add_argument("--watch", action="store_true", help="draw the table again and again, until Ctrl-C")
+    text = "seconds between two tables of --watch (%(default)g)"
+    parser.add_argument("--every", type=_positive, default=2.0, metavar="SECONDS", help=text)
+    options = parser.parse_args(words)
+    if options.watch:
+        _watch(options.folders, options.price, options.every)
+    now = time.time()
+    runs = _statuses(options.folders, now, options.price)
+    if options.json:
+        tree = {"time": now, "runs": [asdict(run) for run in runs]}
+        print_result(json.dumps(tree, indent=1, allow_nan=False))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print_result("\n".join(_page(runs, options.folders, now, width)))
+
+
+def _statuses(folders: Sequence[Path], now: float, price: float | None) -> list[RunStatus]:
+    return in_order(read_status(folder, now, price) for folder in find_runs(folders))
+
+
+def _page(runs: Sequence[RunStatus], folders: Sequence[Path], now: float, width: int | None) -> list[str]:
+    return table(runs, now, width) if runs else [f"no runs below {', '.join(map(str, folders))}"]
+
+
+def _watch(folders: Sequence[Path], price: float | None, seconds: float) -> NoReturn:
+    """Draw the table over itself until Ctrl-C: each picture in one write, line by line over the one before."""
+    if not sys.stdout.isatty():
+        raise TrainerError("--watch needs a terminal: leave it out, or use --json")
+    start = CLEAR
+    while True:
+        now, size = time.time(), shutil.get_terminal_size()
+        lines = _page(_statuses(folders, now, price), folders, now, size.columns)
+        room = max(1, size.lines - 2)  # the time and the cursor need a line each
+        if len(lines) > room:
+            lines[room - 1 :] = [f"and {len(lines) - room + 1} lines more: enlarge the terminal, or name fewer folders"]
+        lines.append(time.strftime("%H:%M:%S, Ctrl-C ends", time.localtime(now)))
+        text = "\n".join(f"{line[: size.columns]}{REST_OF_LINE}" for line in lines)
+        print_result(f"{start}{HOME}{text}{REST_OF_SCREEN}")
+        start = ""
+        time.sleep(seconds)
+
+
+# ---- stop and compare ----------------------------------------------------------------------------------------
+
+
+def _stop(words: list[str]) -> None:
+    parser = CommandParser(
+        prog=f"{PROGRAM} stop",
+        description="Ask a run to save and end, with exit code 75, at its next logged step.",
+        epilog="Slurm and Kubernetes restart a job that ended with code 75: cancel it if it should not continue.",
+    )
+    parser.add_argument("run", metavar="NAME", help="the run's name, or its folder")
+    _add_below(parser)
+    options = parser.parse_args(words)
+    [folder] = _chosen([options.run], options.below)
+    run = read_status(folder, time.time())
+    if run.state not in LIVE and not (run.state == "unreadable" and held(folder)):
+        reason = f" ({run.reason})" if run.reason else ""
+        raise TrainerError(printable(f"{run.name} does not run: it is {run.state}{reason}"))
+    try:
+        request(folder)
+    except OSError as error:
+        raise TrainerError(f"{folder} cannot be written: {error.strerror}") from None
+    silent = " (it has been silent for long and may not answer)" if run.state == "silent" else ""
+    said = f"asked {run.name} to stop; it saves at its next logged step and ends with exit code 75{silent}"
+    print_result(printable(said))
+
+
+def _compare(words: list[str]) -> None:
+    parser = CommandParser(
+        prog=f"{PROGRAM} compare", description="Print what differs in the configurations and the results of some runs."
+    )
+    parser.add_argument("runs", nargs="+", metavar="NAME", help="two or more runs, each by its name or its folder")
+    _add_below(parser)
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="also draw the losses of all runs here")
+    options = parser.parse_args(words)
+    if options.picture is not None:
+        check_place("--picture", options.picture, ".png")
+    folders = _chosen(options.runs, options.below)
+    if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
+        raise TrainerError("compare needs two or more different runs")
+    from trainer.runs.comparison import compare  # imports PyTorch and Matplotlib, which takes seconds
+
+    print_result("\n".join(compare(folders, time.time(), options.picture)))
+
+
+def _add_below(parser: CommandParser) -> None:
+    text = "where to look for a name; repeatable (runs)"
+    parser.add_argument("--below", action="append", type=Path, metavar="FOLDER", default=[], help=text)
+
+
+def _chosen(names: Sequence[str], below: Sequence[Path]) -> list[Path]:
+    """The folders of runs, each given by its folder, or by its name or the last part of its folder's."""
+    found: list[RunStatus] | None = None
+    chosen = []
+    for name in names:
+        if os.path.isfile(Path(name) / METRICS_LOG):
+            chosen.append(Path(name))
+            continue
+        if found is None:
+            found = _statuses(below or [RUNS], time.time(), None)
+        paths = [run.folder for run in found if name in (run.name, Path(run.folder).name)]
+        if not paths:
+            where = ", ".join(str(folder) for folder in below or [RUNS])
+            raise TrainerError(f"no run {name} below {where}: give its folder, or --below")
+        if len(paths) > 1:
+            raise TrainerError(f"{name} names {len(paths)} runs: give the folder of one: {', '.join(sorted(paths))}")
+        chosen.append(Path(paths[0]))
+    return chosen
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1e-6 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
