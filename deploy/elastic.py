@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from data_prep.streams import say_error
 from deploy.node import LaunchError, Node
-from deploy.office import PULSE, SILENCE
-from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, PATIENCE
+from deploy.office import POLL, PULSE, SILENCE, Office
+from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, PATIENCE, Roster
 from deploy.wire import Message, Wire
 from trainer.exits import LOST, STOPPED
+from trainer.ranks.network import free_port
 
-POLL = 0.2  # seconds between two looks at the connection
 CONNECT = 3.0  # seconds for a connection to be made
-PREDECESSOR = 10.0  # seconds for an earlier launcher to leave the port
 Outcome = tuple[int, str, bool]  # the exit code, the reason, and whether a rank's last line already states it
 
 
 class Member:
-    """This node's connection to the office on node 0."""
+    """This node's connection to the office on node 0. Node 0's own member also lets the office work."""
 
     poll = POLL
 
     def __init__(self, node: Node, secret: str) -> None:
         self.node, self.secret = node, secret
+        self.office = None if node.number else open_office(node, secret)
         self.leaving = False  # this node was asked to stop
         self._wire: Wire | None = None
         self._inbox: deque[Message] = deque()
@@ -81,9 +80,13 @@ class Member:
         """Close the connection: the office waits for that once the run is over."""
         if self._wire is not None:
             self._wire.close()
+        if self.office is not None:
+            self.office.close()
 
     def next(self) -> Message | None:
         """Return the office's next order, if there is one. If the office is lost, that is to kill the ranks."""
+        if self.office is not None:
+            self.office.look()
         if self._inbox or self._wire is None:
             return self._inbox.popleft() if self._inbox else None
         now, silent = time.monotonic(), False
@@ -113,49 +116,26 @@ class Member:
         self._told = True
 
 
-class OfficeProcess:
-    """The office's process, on node 0. ``start`` starts a command and returns its pid. Raises LaunchError."""
-
-    def __init__(self, node: Node, start: Callable[[list[str], dict[str, str]], int]) -> None:
-        self.node, self.start, self.pid = node, start, 0
-        self.listener = listen(node.port) if node.number == 0 else None
-
-    def open(self) -> None:
-        """Start the office if this is node 0 and none runs, perhaps because it was killed."""
-        if self.listener is None or (self.pid and Path(f"/proc/{self.pid}").exists()):
-            return
-        node, listens = self.node, self.listener.fileno()
-        numbers = [node.least, node.nodes, node.ranks, node.restarts, listens]
-        command = [sys.executable, "-m", "deploy.office", *(str(number) for number in numbers)]
-        os.set_inheritable(listens, True)  # only for this process, not for the ranks
-        self.pid = self.start(command, dict(os.environ))
-        os.set_inheritable(listens, False)
-
-
-def listen(port: int) -> socket.socket:
-    """Listen on all addresses of this node. Raises LaunchError if the port is in use."""
-    until, both = time.monotonic() + PREDECESSOR, socket.has_dualstack_ipv6()
+def open_office(node: Node, secret: str) -> Office:
+    """Listen on all addresses of node 0. Raises LaunchError if the port is in use."""
+    both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    while True:
-        try:
-            return socket.create_server(("", port), family=family, dualstack_ipv6=both)
-        except OSError as error:
-            if time.monotonic() > until:
-                why = os.strerror(error.errno or 0)
-                raise LaunchError(f"error: port {port}: {why}: set another --master-port") from None
-        time.sleep(POLL)
+    try:
+        listener = socket.create_server(("", node.port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise LaunchError(f"error: port {node.port}: {why}: set another --master-port") from None
+    assert node.least is not None
+    return Office(listener, Roster(node.least, node.nodes, node.ranks, node.restarts, partial(free_port, "")), secret)
 
 
-def take_part(
-    member: Member, attempt: Callable[[Node], Outcome], pause: Callable[[float], bool], office: OfficeProcess
-) -> Outcome:
+def take_part(member: Member, attempt: Callable[[Node], Outcome], pause: Callable[[float], bool]) -> Outcome:
     """Start the ranks as often as the office says, and return how this node ends.
 
     ``attempt``: starts the ranks in a place and waits for them. ``pause``: waits; True if a stop was requested.
     """
     node, last = member.node, (LOST, "", False)
     while True:
-        office.open()
         member.connect()
         order = member.next() or {}
         if "start" in order:

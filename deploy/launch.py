@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_prep.streams import end_process, say_error, write_whole_lines
-from deploy.elastic import Member, OfficeProcess, Outcome, take_part
+from deploy.elastic import Member, Outcome, take_part
 from deploy.node import NODE_OPTIONS, LaunchError, Node, read_node
 from deploy.reasons import End, describe, judge, leave_message
 from trainer.exits import DONE, FAILED, REFUSED, STOPPED
@@ -74,10 +74,8 @@ def run(options: argparse.Namespace, words: list[str], stops: set[signal.Signals
     node = read_node(given, os.environ, partial(count_gpus, folder / "gpus", stops))
     if node.least is None:
         return attempt(options, words, stops, folder, Alone(), node)
-    member = Member(node, os.environ.get(SECRET, ""))
-    office = OfficeProcess(node, start)
-    with closing(member):
-        return take_part(member, partial(attempt, options, words, stops, folder, member), partial(pause, stops), office)
+    with closing(Member(node, os.environ.get(SECRET, ""))) as member:
+        return take_part(member, partial(attempt, options, words, stops, folder, member), partial(pause, stops))
 
 
 def attempt(

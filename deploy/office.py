@@ -1,27 +1,20 @@
-"""The process on node 0 that hears from all nodes' launchers and tells them what to do: the sockets of a roster.
+"""Where node 0's launcher hears from all nodes' launchers and tells them what to do: the sockets of a roster.
 
-It lives and dies with node 0's launcher. Node 0 also runs rank 0, which alone writes the run's journal and names its
-checkpoints: nodes that are cut off from node 0 can never train on by themselves.
+Node 0 also runs rank 0, which alone writes the run's journal and names its checkpoints: nodes that are cut off from
+node 0 can never train on by themselves.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import selectors
-import signal
 import socket
-import sys
 import time
 from contextlib import suppress
-from functools import partial
 
 from data_prep.streams import say_error
 from deploy.roster import Roster
 from deploy.wire import Message, Wire
-from trainer.ranks.network import free_port
-from trainer.ranks.seal import SECRET
 
+POLL = 0.2  # seconds between two looks at the connections
 PULSE = 1.0  # seconds between two signs of life
 SILENCE = 20.0  # seconds without one after which the other end counts as lost; short cuts of a network pass
 INTRODUCTION = 5.0  # seconds for a new connection to say which node it is
@@ -29,17 +22,8 @@ GUESTS = 64  # connections that have not said it
 FAREWELL = 5.0  # seconds for the nodes to read how the run ended
 
 
-def main() -> None:
-    """Serve the nodes of one run: LEAST MOST RANKS RESTARTS, and the number of the open file that listens."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler may signal all processes; the launchers pass stops on
-    least, most, ranks, restarts, listens = (int(word) for word in sys.argv[1:])
-    roster = Roster(least, most, ranks, restarts, partial(free_port, ""))
-    Office(socket.socket(fileno=listens), roster, os.environ.get(SECRET, "")).serve()
-
-
 class Office:
-    """Serves a roster on a listening socket."""
+    """Serves a roster on a listening socket. It never blocks: :meth:`look` is called again and again."""
 
     def __init__(self, listener: socket.socket, roster: Roster, secret: str) -> None:
         listener.setblocking(False)
@@ -47,17 +31,16 @@ class Office:
         self.nodes: dict[int, Wire] = {}
         self.guests: list[Wire] = []  # oldest first
         self._pulse = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
 
-    def serve(self) -> None:
-        """Serve until the run is over and the nodes know it, or the launcher has ended."""
-        launcher, until = os.getppid(), math.inf
-        while os.getppid() == launcher and (until == math.inf or self.nodes) and time.monotonic() < until:
-            self._selector.select(timeout=0.2)
+    def close(self) -> None:
+        """Close the port. If the run is over, wait until the nodes know it."""
+        until = time.monotonic() + FAREWELL
+        while self.roster.over and self.nodes and time.monotonic() < until:
             self.look()
-            if self.roster.over:
-                until = min(until, time.monotonic() + FAREWELL)
+            time.sleep(POLL / 4)
+        for wire in [*self.guests, *self.nodes.values()]:
+            wire.close()
+        self.listener.close()
 
     def look(self) -> None:
         """Hear everybody, and tell the nodes what the roster decides."""
@@ -74,9 +57,8 @@ class Office:
             for _ in range(GUESTS):
                 connection, _ = self.listener.accept()
                 if len(self.guests) >= GUESTS:
-                    self._drop(self.guests.pop(0))
+                    self.guests.pop(0).close()
                 self.guests.append(Wire(connection, self.secret, answers=True))
-                self._selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, node: int | None, wire: Wire, now: float) -> None:
         """Take in what a node, or a guest who may be one, has sent; lose it if it is silent or not one of ours."""
@@ -96,7 +78,7 @@ class Office:
             elif self.nodes.get(node) is wire:
                 del self.nodes[node]
                 self.roster.lose(node, str(error), silent)
-            self._drop(wire)
+            wire.close()
 
     def _introduce(self, wire: Wire, message: Message, now: float) -> int:
         """Give a guest the place of the node that it says it is.
@@ -110,7 +92,7 @@ class Office:
             if now - old.heard < 3 * PULSE:
                 raise ValueError("another launcher has its number")
             self.roster.lose(node, "it was started again")
-            self._drop(old)
+            old.close()
         self.guests.remove(wire)
         self.nodes[node] = wire
         self.roster.join(node, ranks, now)
@@ -135,12 +117,3 @@ class Office:
         for node, order in orders:
             if node in self.nodes:
                 self.nodes[node].send(order)
-
-    def _drop(self, wire: Wire) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(wire.connection)
-        wire.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -313,6 +313,7 @@ def test_a_stop_of_one_node_leaves_the_other_and_a_stop_of_node_0_ends_both(laun
     first, second = pair(launch, "hear()", "hear()")
     first.says("ready")
     second.says("ready")
+    assert len(first.pids()) == 2  # the launcher and its rank: the office is no process that could be killed alone
     second.signal(signal.SIGTERM)
     code, output = second.end()
     assert code == 75 and output[-1].startswith("lambert: stopped at a step boundary and saved")
@@ -340,9 +341,8 @@ def test_what_is_refused_is_not_tried_again(launch: Callable[..., Launched]) -> 
 def test_a_stop_while_it_waits_and_a_port_in_use(launch: Callable[..., Launched]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
-        hurry = "from deploy import elastic, launch; elastic.PREDECESSOR = 0.1; launch.main()"
         words = ["--nnodes", "2:3", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port"]
-        run = launch(*words, port, "--nproc-per-node", "1", by=("-c", hurry))
+        run = launch(*words, port, "--nproc-per-node", "1")
         assert run.end() == (2, [f"lambert: error: port {port}: Address already in use: set another --master-port"])
     run = launch(*words, str(ranks.free_port()), "--nproc-per-node", "1")
     run.says("lambert: nodes here: 0; the run takes 2 to 3")
