@@ -122,6 +122,8 @@ class Roster:
         """Decide what follows an attempt that has ended on all nodes."""
         codes = set(attempt.codes.values())
         final, clean = codes & {DONE, REFUSED, INTERRUPTED}, codes == {STOPPED} and not attempt.lost
+        if attempt.codes.get(0) != DONE:
+            final.discard(DONE)  # rank 0 ends last, and has not written how the run ended
         tried = set(attempt.nodes) - attempt.newcomers
         on_trial = attempt.newcomers and final == {REFUSED} and now - attempt.began < TRIAL
         self._before = set(attempt.nodes)

@@ -139,6 +139,14 @@ def test_failures_are_tried_again_after_growing_pauses_and_not_forever() -> None
     assert nodes.end(n0=1, n1=3) == nodes.look(PAUSE - 1) == {} and nodes.look(1) == started(0, 1)
 
 
+def test_a_run_is_done_when_rank_0_says_so() -> None:
+    nodes = Nodes(2, 2)
+    nodes.join(0, 1)
+    nodes.end(n1=0)
+    assert nodes.end(n0=137) == nodes.look(PAUSE - 1) == {} and nodes.look(1) == started(0, 1)
+    assert nodes.end(n0=0, n1=0) == everybody(OWN, 0, 1)
+
+
 def test_all_nodes_have_the_same_number_of_ranks() -> None:
     nodes = Nodes(1, 2)
     nodes.join(0)
