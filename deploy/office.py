@@ -115,5 +115,7 @@ class Office:
             self._pulse = now
             orders += [(node, {}) for node in self.nodes]
         for node, order in orders:
-            if node in self.nodes:
+            if node in self.nodes and "away" in order:
+                self.nodes.pop(node).close()
+            elif node in self.nodes:
                 self.nodes[node].send(order)

@@ -18,6 +18,7 @@ LAST_CALL = 30.0  # seconds without an arrival after which the first attempt sta
 PATIENCE = 600.0  # seconds to wait for enough nodes, or for node 0
 AFTER_SILENCE = 5.0  # seconds until the ranks are killed once a node is silent: they cannot save, and most of them hang
 AFTER_FAILURE = 25.0  # the same if a rank or a launcher has ended: others may still save, or wait for a last scrape
+STUCK = 60.0  # seconds after the kill until a node whose ranks still run is lost: a driver may hold a rank for good
 PAUSE, LONGEST_PAUSE = 10.0, 320.0  # seconds before the attempt after a rank has failed; doubled if that fails soon too
 TRIAL = 600.0  # seconds in which a refusal counts as the fault of the nodes that have just arrived
 Order = tuple[int, Message]  # a node, and what it is told
@@ -35,6 +36,7 @@ class Attempt:
     lost: bool = False  # a node is gone
     saving: bool = False  # all nodes were told to save and end
     kill_after: float = math.inf  # seconds that all nodes were told
+    lost_at: float = math.inf  # when nodes whose ranks still run count as lost
 
 
 class Roster:
@@ -100,6 +102,8 @@ class Roster:
     def look(self, now: float) -> list[Order]:
         """Return what nodes are to be told now."""
         attempt = self._attempt
+        if attempt is not None and attempt.running:
+            self._lose_stuck(attempt, now)
         if attempt is not None and not attempt.running:
             self._attempt, self._waits_since, self._starts_at = None, now, now
             self._judge(attempt, now)
@@ -117,6 +121,15 @@ class Roster:
         if seconds < attempt.kill_after:
             attempt.kill_after = seconds
             self._orders += [(node, {"kill": seconds}) for node in attempt.running]
+
+    def _lose_stuck(self, attempt: Attempt, now: float) -> None:
+        """Give up nodes whose ranks survived SIGKILL. They may come back once those have ended."""
+        if attempt.kill_after < math.inf:
+            attempt.lost_at = min(attempt.lost_at, now + attempt.kill_after + STUCK)
+        if now > attempt.lost_at:
+            for node in sorted(attempt.running):
+                self.lose(node, "its ranks do not end, even when they are killed")
+                self._orders.append((node, {"away": True}))
 
     def _judge(self, attempt: Attempt, now: float) -> None:
         """Decide what follows an attempt that has ended on all nodes."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from deploy.office import GUESTS, Office
-from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, LAST_CALL, LONGEST_PAUSE, PATIENCE, PAUSE, Roster
+from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, LAST_CALL, LONGEST_PAUSE, PATIENCE, PAUSE, STUCK, Roster
 from deploy.wire import LONGEST_LINE, Message, Wire
 
 # ---- what node 0 decides -------------------------------------------------------------------------------------
@@ -118,6 +118,18 @@ def test_failures_are_tried_again_after_growing_pauses_and_not_forever() -> None
     assert nodes.end(n0=1, n1=3) == nodes.look(PAUSE - 1) == {} and nodes.look(1) == started(0, 1)
     nodes.look(LONGEST_PAUSE)  # a long attempt: the next failure is another one
     assert nodes.end(n0=1, n1=3) == nodes.look(PAUSE - 1) == {} and nodes.look(1) == started(0, 1)
+
+
+def test_a_node_whose_ranks_cannot_be_killed_is_gone_on_without() -> None:
+    """A driver may hold a rank whose GPU has failed: SIGKILL does not end it, but its launcher gives signs of life."""
+    nodes = Nodes(1, 3)
+    nodes.join(0, 1, 2)
+    nodes.roster.fail(1)
+    assert nodes.look() == everybody({"kill": AFTER_FAILURE}, 0, 1, 2)
+    assert nodes.end(n0=3, n2=3) == nodes.look(AFTER_FAILURE + STUCK) == {}
+    assert nodes.look(1) == {1: [{"away": True}]} | started(0, 2)
+    nodes.roster.end(1, 1)  # too late
+    assert nodes.join(1) == everybody(SAVE, 0, 2)
 
 
 def test_a_run_is_done_when_rank_0_says_so() -> None:
@@ -267,6 +279,19 @@ def test_another_secret_and_a_repeated_line_are_no_ones(port: Port) -> None:
     ours.send(line)
     with pytest.raises(OSError, match="LAMBERT_SECRET"):
         right.receive()
+
+
+def test_a_node_that_is_sent_away_may_come_back(port: Port) -> None:
+    wire = port.wire()
+    wire.send({"node": 1, "ranks": 1})
+    port.look(1)
+    wire.receive()
+    port.look()
+    vars(port.office.roster)["look"] = lambda now: [(1, {"away": True})]
+    port.look()
+    assert not port.office.nodes
+    with pytest.raises(OSError, match="closed"):
+        wire.receive() and wire.receive()
 
 
 def test_an_endless_line_is_not_kept() -> None:
