@@ -8,6 +8,7 @@ bounded.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import time
@@ -18,6 +19,7 @@ from trainer.ranks.seal import seal, unseal
 
 Message = dict[str, Any]
 LONGEST_LINE = 4096  # bytes; ours have a few hundred
+NONCE = re.compile(rb"[0-9a-f]{32}")
 
 
 class Wire:
@@ -54,8 +56,8 @@ class Wire:
             self.heard = time.monotonic()
             if self._nonces[1]:
                 messages.append(self._unsealed(line))
-            elif len(line) == len(self._nonces[0]):
-                self._nonces[1] = line.decode("ascii", errors="replace")
+            elif NONCE.fullmatch(line):
+                self._nonces[1] = line.decode()
                 self._flush()
             else:
                 raise ConnectionError("it is no launcher of ours")
@@ -82,7 +84,7 @@ class Wire:
         number = self._numbers[direction]
         self._numbers[direction] += 1
         both = self._nonces if self._answers else self._nonces[::-1]
-        return f"{both[0]}/{both[1]}/{direction if self._answers else 1 - direction}/{number}"
+        return f"wire/{both[0]}/{both[1]}/{direction if self._answers else 1 - direction}/{number}"
 
     def _flush(self) -> None:
         while self._unsent and self._nonces[1]:

@@ -294,6 +294,17 @@ def test_a_node_that_is_sent_away_may_come_back(port: Port) -> None:
         wire.receive() and wire.receive()
 
 
+def test_nothing_is_sealed_for_a_nonce_of_a_strangers_choice() -> None:
+    """A seal of this one would be one for the entry "opened" in the ranks' store."""
+    ours, theirs = socket.socketpair()
+    wire = Wire(theirs, "secret", answers=False)
+    wire.send({"node": 1, "ranks": 1})
+    ours.send(b"opened\0" + b"0" * 25 + b"\n")
+    with pytest.raises(OSError, match="no launcher of ours"):
+        wire.receive()
+    assert len(ours.recv(1000)) == 33
+
+
 def test_an_endless_line_is_not_kept() -> None:
     ours, theirs = socket.socketpair()
     wire = Wire(theirs, "", answers=True)
