@@ -112,7 +112,7 @@ def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count
     least, nodes = options.nodes()
     place = options.number("--node-rank", 0, MOST_NODES, least=0)
     port = options.number("--master-port", 29500, 65535)
-    restarts = options.number("--max-restarts", 20, MOST_RESTARTS, least=0)
+    restarts = 0 if least is None else options.number("--max-restarts", 20, MOST_RESTARTS, least=0)
     ranks = texts["--nproc-per-node"] or "auto"
     if ranks not in NAMED:
         options.number("--nproc-per-node", 1, MOST_RANKS, also=f", or {', '.join(NAMED)}")

@@ -236,6 +236,7 @@ def test_torchruns_variables_say_the_place() -> None:
     }
     given = {"--node-rank": "0", "--nproc-per-node": "1", "--master-port": "1234"}
     assert read_node(given, environ, no_gpus) == Node(0, 2, 1, "pod-0.svc", 1234)
+    assert read_node(given, environ | {"PET_MAX_RESTARTS": "torchrun's"}, no_gpus) == Node(0, 2, 1, "pod-0.svc", 1234)
     given |= {"--nnodes": "2:4", "--max-restarts": "5"}
     assert read_node(given, environ, no_gpus) == Node(0, 4, 1, "pod-0.svc", 1234, least=2, restarts=5)
 
