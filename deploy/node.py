@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.exits import REFUSED
 from trainer.ranks.launchers import ELASTIC
 from trainer.ranks.network import free_port
+from trainer.ranks.seal import SECRET
 
 NODE_OPTIONS = {  # option: torchrun's variable for it, and its help text
     "--nproc-per-node": ("PET_NPROC_PER_NODE", "ranks per node: a number, gpu, cpu (one per core) or auto (default)"),
@@ -122,6 +123,9 @@ def read_node(given: Mapping[str, str | None], environ: Mapping[str, str], count
         problems.append(f"error: {nodes} nodes, but this node's number is not set: set --node-rank or PET_NODE_RANK")
     if nodes > 1 and not texts["--master-addr"]:
         problems.append(f"error: {nodes} nodes, but node 0's address is not set: set --master-addr or PET_MASTER_ADDR")
+    if least is not None and nodes > 1 and not environ.get(SECRET):
+        why = "without it, anyone who reaches node 0's port could stop the run"
+        problems.append(f"error: {texts['--nnodes']} nodes, but {SECRET} is not set: set one for all nodes; {why}")
     if problems:
         raise LaunchError(*problems)
     count = _count_ranks(ranks, count_gpus)

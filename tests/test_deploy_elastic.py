@@ -23,6 +23,7 @@ from trainer.run.start import require_any_size
 pytestmark = pytest.mark.slow
 
 launch = test_deploy_launch.launch  # the fixture
+PLACE = {"PET_NNODES": "1:2", "PET_MASTER_ADDR": "127.0.0.1", "PET_NPROC_PER_NODE": "1", "LAMBERT_SECRET": "secret"}
 
 
 # ---- launches ------------------------------------------------------------------------------------------------
@@ -30,9 +31,9 @@ launch = test_deploy_launch.launch  # the fixture
 
 def pair(launch: Callable[..., Launched], first: str, second: str) -> list[Launched]:
     """Two nodes, of which one is enough, each with a rank that runs a program."""
-    place = {"PET_NNODES": "1:2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(ranks.free_port())}
+    place = PLACE | {"PET_MASTER_PORT": str(ranks.free_port())}
     return [
-        launch("-m", "program", program, **place, PET_NPROC_PER_NODE="1", PET_NODE_RANK=str(number))
+        launch("-m", "program", program, **place, PET_NODE_RANK=str(number))
         for number, program in enumerate((first, second))
     ]
 
@@ -69,10 +70,10 @@ def test_what_is_refused_is_not_tried_again(launch: Callable[..., Launched]) -> 
 def test_a_stop_while_it_waits_and_a_port_in_use(launch: Callable[..., Launched]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
-        words = ["--nnodes", "2:3", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port"]
-        run = launch(*words, port, "--nproc-per-node", "1")
+        words = ["--nnodes", "2:3", "--node-rank", "0", "--master-port"]
+        run = launch(*words, port, **PLACE)
         assert run.end() == (2, [f"lambert: error: port {port}: Address already in use: set another --master-port"])
-    run = launch(*words, str(ranks.free_port()), "--nproc-per-node", "1")
+    run = launch(*words, str(ranks.free_port()), **PLACE)
     run.says("lambert: nodes here: 0; the run takes 2 to 3")
     run.signal(signal.SIGTERM)
     code, output = run.end()
@@ -84,10 +85,10 @@ def test_a_lost_node_is_done_without_and_taken_back(
 ) -> None:
     """2 → 1 → 2 nodes, the second killed with all its processes: each sample once, in order."""
     config = write_config(tmp_path, tiny_shards, 1_000_000, run={"device": "cpu"}, metrics={"log_every_steps": 1})
-    place = {"PET_NNODES": "1:2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(ranks.free_port())}
+    place = PLACE | {"PET_MASTER_PORT": str(ranks.free_port())}
 
     def node(number: int) -> Launched:
-        return launch("--config", str(config), **place, PET_NPROC_PER_NODE="1", PET_NODE_RANK=str(number))
+        return launch("--config", str(config), **place, PET_NODE_RANK=str(number))
 
     def steps_on(sizes: list[str]) -> bool:
         """Whether the last attempt has taken steps, and the attempts so far had these numbers of ranks."""

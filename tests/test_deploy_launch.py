@@ -238,6 +238,7 @@ def test_torchruns_variables_say_the_place() -> None:
     assert read_node(given, environ, no_gpus) == Node(0, 2, 1, "pod-0.svc", 1234)
     assert read_node(given, environ | {"PET_MAX_RESTARTS": "torchrun's"}, no_gpus) == Node(0, 2, 1, "pod-0.svc", 1234)
     given |= {"--nnodes": "2:4", "--max-restarts": "5"}
+    environ["LAMBERT_SECRET"] = "secret"
     assert read_node(given, environ, no_gpus) == Node(0, 4, 1, "pod-0.svc", 1234, least=2, restarts=5)
 
 
@@ -262,6 +263,13 @@ def test_ranks_are_counted(asked: str, gpus: int, count: int) -> None:
         ),
         ({"PET_NNODES": "4:2"}, ["PET_NNODES is '4:2': make it MIN:MAX, two whole numbers from 1 to 100000"]),
         ({"PET_NNODES": "0:4"}, ["PET_NNODES is '0:4': make it MIN:MAX, two whole numbers from 1 to 100000"]),
+        (
+            {"PET_NNODES": "1:2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "x"},
+            [
+                "1:2 nodes, but LAMBERT_SECRET is not set: set one for all nodes; without it, anyone who reaches node "
+                "0's port could stop the run"
+            ],
+        ),
         ({"PET_NODE_RANK": "1"}, ["PET_NODE_RANK is 1: make it less than --nnodes, 1"]),
         ({"PET_MASTER_PORT": "70000"}, ["PET_MASTER_PORT is '70000': make it a whole number from 1 to 65535"]),
         (
