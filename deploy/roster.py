@@ -188,11 +188,16 @@ class Roster:
         return not self._attempts and len(nodes) == self.most
 
     def _finish(self, attempt: Attempt | None, code: int, why: str = "") -> None:
-        """End the run. A node whose ranks ended in the last attempt knows its code and reason better than we do."""
+        """End the run. A node whose ranks ended in the last attempt knows its code and reason better than we do.
+
+        But if the run was refused, all nodes end with that, so that none is started again.
+        """
         self.over = True
-        why = why or f"the run ended on node 0 with exit code {code}"
+        codes = {} if attempt is None else attempt.codes
+        nodes = [node for node in codes if codes[node] == code] or [0]
+        why = why or f"the run ended with exit code {code} on node {listed(nodes)}: see the last lines there"
         for node in self.here:
-            own = attempt is not None and node in attempt.codes
+            own = node in codes and (code != REFUSED or node in nodes)
             self._orders.append((node, {"end": None if own else code, "why": "" if own else why}))
 
 

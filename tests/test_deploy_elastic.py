@@ -64,7 +64,8 @@ def test_what_is_refused_is_not_tried_again(launch: Callable[..., Launched]) -> 
     code, output = second.end()
     assert (code, output[-1]) == (2, "the key x is unknown")
     code, output = first.end()
-    assert code == 3 and sum("attempt" in line for line in output) == 1
+    assert code == 2 and sum("attempt" in line for line in output) == 1
+    assert output[-1] == "lambert: the run ended with exit code 2 on node 1: see the last lines there"
 
 
 def test_a_stop_while_it_waits_and_a_port_in_use(launch: Callable[..., Launched]) -> None:

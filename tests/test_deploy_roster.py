@@ -148,12 +148,20 @@ def test_all_nodes_have_the_same_number_of_ranks() -> None:
     assert nodes.look() == {1: [{"end": 2, "why": why}]} and nodes.roster.here == {0}
 
 
-@pytest.mark.parametrize("codes", [{"n0": 2, "n1": 2}, {"n0": 3, "n1": 2}, {"n0": 75, "n1": 75}, {"n0": 0, "n1": 1}])
+@pytest.mark.parametrize("codes", [{"n0": 2, "n1": 2}, {"n0": 75, "n1": 75}, {"n0": 0, "n1": 1}])
 def test_what_cannot_get_better_or_was_asked_for_is_not_tried_again(codes: dict[str, int]) -> None:
     nodes = Nodes(2, 3)
     nodes.join(0, 1)
     assert nodes.look(LAST_CALL) == started(0, 1)
     assert nodes.end(**codes) == everybody(OWN, 0, 1)
+
+
+def test_all_nodes_end_as_refused_if_one_was() -> None:
+    """Else an init system would start the others again, and they would be refused again."""
+    nodes = Nodes(2, 2)
+    nodes.join(0, 1)
+    why = "the run ended with exit code 2 on node 1: see the last lines there"
+    assert nodes.end(n0=3, n1=2) == {0: [{"end": 2, "why": why}], 1: [OWN]}
 
 
 def test_a_node_that_returns_unfit_does_not_end_the_run() -> None:
