@@ -19,7 +19,7 @@ from deploy.node import LaunchError, Node
 from deploy.office import POLL, PULSE, SILENCE, Office
 from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, PATIENCE, Roster
 from deploy.wire import Message, Wire
-from trainer.exits import LOST, STOPPED
+from trainer.exits import DONE, LOST, STOPPED
 from trainer.ranks.network import free_port
 
 CONNECT = 3.0  # seconds for a connection to be made
@@ -141,6 +141,9 @@ def take_part(member: Member, attempt: Callable[[Node], Outcome], pause: Callabl
         if "start" in order:
             last = attempt(replace(node, number=order["start"], nodes=order["nodes"], port=order["port"]))
             member.send({"ended": last[0]})
+            code, reason, said = last
+            if code not in (DONE, STOPPED) and not said:  # the next attempt may be long, and end otherwise
+                say_error(reason)
         elif "end" in order:
             return last if order["end"] is None or member.leaving else (order["end"], f"lambert: {order['why']}", False)
         if member.leaving and (node.number or not member.connected):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from deploy.elastic import take_part
+from deploy.node import Node
 from deploy.office import GUESTS, Office
 from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, LAST_CALL, LONGEST_PAUSE, PATIENCE, PAUSE, STUCK, Roster
 from deploy.wire import LONGEST_LINE, Message, Wire
@@ -175,6 +180,21 @@ def test_a_node_that_returns_unfit_does_not_end_the_run() -> None:
     assert told.pop(2) == [{"end": 2, "why": "the run was refused with this node: see node 0"}]
     assert told == started(0, 1)
     assert nodes.end(n0=2, n1=2) == everybody(OWN, 0, 1)
+
+
+# ---- what a node does ----------------------------------------------------------------------------------------
+
+
+def test_the_reason_of_each_failed_attempt_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that the kernel killed has no last line of its own."""
+    start = {"start": 1, "nodes": 2, "port": 8}
+    orders = iter([start, start, start, {"end": None}])
+    killed = (137, "lambert: rank 1 was killed by SIGKILL", False)
+    outcomes = iter([killed, (75, "lambert: stopped", False), (3, "lost rank 0", True)])
+    own: Any = SimpleNamespace(node=Node(1, 2, 1, "node-0", 7), leaving=False, seen=math.inf)
+    own.connect, own.next, own.send = lambda: None, lambda: next(orders), lambda message: None
+    assert take_part(own, lambda node: next(outcomes), lambda seconds: False) == (3, "lost rank 0", True)
+    assert capfd.readouterr().err == "lambert: rank 1 was killed by SIGKILL\n"
 
 
 # ---- who may speak on its port -------------------------------------------------------------------------------
