@@ -13,7 +13,7 @@ import pytest
 
 from tests import test_deploy_launch
 from tests.helpers import ranks
-from tests.helpers.runs import kept_steps, lines, write_config
+from tests.helpers.runs import kept_steps, lines, wait_for, write_config
 from tests.test_deploy_launch import Launched
 from trainer.errors import TrainerError
 from trainer.monitor.metrics_log import read_lines
@@ -81,15 +81,14 @@ def test_a_stop_while_it_waits_and_a_port_in_use(launch: Callable[..., Launched]
     assert code == 75 and output[-1] == "lambert: stopped while it waited for other nodes"
 
 
-def test_a_lost_node_is_done_without_and_taken_back(
-    launch: Callable[..., Launched], tiny_shards: Path, tmp_path: Path
-) -> None:
-    """2 → 1 → 2 nodes, the second killed with all its processes: each sample once, in order."""
+def test_a_lost_node_is_done_without_and_taken_back(tiny_shards: Path, tmp_path: Path) -> None:
+    """2 → 1 → 2 nodes, the second killed with all its processes; then SIGTERM to both: each sample once, in order."""
     config = write_config(tmp_path, tiny_shards, 1_000_000, run={"device": "cpu"}, metrics={"log_every_steps": 1})
-    place = PLACE | {"PET_MASTER_PORT": str(ranks.free_port())}
+    place = PLACE | {"PET_MASTER_PORT": str(ranks.free_port()), "TMPDIR": str(tmp_path)}
 
-    def node(number: int) -> Launched:
-        return launch("--config", str(config), **place, PET_NODE_RANK=str(number))
+    def node(number: int) -> ranks.Forked:
+        words = ["tests/helpers/forked_launch.py", "--config", str(config)]
+        return ranks.fork_one(0, 1, 0, *words, **place, PET_NODE_RANK=str(number))
 
     def steps_on(sizes: list[str]) -> bool:
         """Whether the last attempt has taken steps, and the attempts so far had these numbers of ranks."""
@@ -99,19 +98,24 @@ def test_a_lost_node_is_done_without_and_taken_back(
 
     log = tmp_path / "run" / "metrics.jsonl"
     nodes = [node(0), node(1)]
-    nodes[0].wait(lambda: steps_on(["2"]))
-    for pid in nodes[1].pids():
-        os.kill(pid, signal.SIGKILL)
-    nodes[0].wait(lambda: steps_on(["2", "1"]))
-    nodes[1] = node(1)
-    nodes[0].wait(lambda: steps_on(["2", "1", "2"]))
-    nodes[0].signal(signal.SIGTERM)
-    assert [each.end()[0] for each in nodes] == [75, 75], nodes[0].log.read_text()
+    try:
+        wait_for(lambda: steps_on(["2"]), *nodes)
+        for pid in ranks.family(nodes[1].pid):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: steps_on(["2", "1"]), nodes[0])
+        nodes[1] = node(1)
+        wait_for(lambda: steps_on(["2", "1", "2"]), *nodes)
+        for each in nodes:
+            each.send_signal(signal.SIGTERM)
+    finally:
+        ended = ranks.finish(nodes)
+    assert [code for code, _ in ended] == [75, 75], ended[0][1]
     assert [line["restarts"] for line in lines(tmp_path / "run", "attempt")] == [0, 1, 2]
     assert lines(tmp_path / "run", "start")[2]["rolled_back"] == 0  # it saved before it took the node back
     kept = kept_steps(tmp_path / "run")
     assert [line["position"] for line in kept] == [30 * (number + 1) for number in range(len(kept))]
     assert [line["step"] for line in kept] == list(range(1, len(kept) + 1))
+    assert [line["step"] for line in lines(tmp_path / "run", "checkpoint")].count(kept[-1]["step"]) == 1
 
 
 # ---- what the trainer refuses --------------------------------------------------------------------------------

@@ -153,6 +153,12 @@ def server() -> ForkServerContext:
     return context
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it and its children have started, from /proc."""
+    children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(each for found in children for child in found for each in family(int(child)))]
+
+
 def _become(environ: dict[str, str], script: str, arguments: Sequence[str], log: Path) -> None:
     """Become ``python script arguments`` in ``environ``, in a forked process."""
     handle = os.open(log, os.O_WRONLY | os.O_APPEND)
