@@ -140,7 +140,10 @@ class Roster:
         tried = set(attempt.nodes) - attempt.newcomers
         on_trial = attempt.newcomers and final == {REFUSED} and now - attempt.began < TRIAL
         self._before = set(attempt.nodes)
+        missing = len(self.here - self.leaving) < self.least
+        waiting = f"nodes here: {listed(self.here - self.leaving)}; waiting for at least {self.least}"
         if clean and attempt.saving and 0 not in self.leaving:
+            self.said += [waiting] if missing else []
             return
         self._failures += not clean
         pause, self._pause = self._pause, 0.0
@@ -159,8 +162,8 @@ class Roster:
                 self._orders.append((node, {"end": REFUSED, "why": "the run was refused with this node: see node 0"}))
             self.here -= attempt.newcomers
             self._before = tried
-        elif len(self.here) < self.least:
-            self.said.append(f"nodes here: {listed(self.here)}; waiting for at least {self.least}")
+        elif missing:
+            self.said.append(waiting)
         elif not attempt.lost:
             soon = now - attempt.began < LONGEST_PAUSE
             self._pause = min(2 * pause, LONGEST_PAUSE) if pause and soon else PAUSE

@@ -102,6 +102,16 @@ def test_a_node_that_was_asked_to_stop_leaves_and_node_0_stops_the_run() -> None
     assert nodes.end(n0=75, n1=75) == everybody(OWN, 0, 1)
 
 
+def test_a_node_that_leaves_too_few_is_waited_for_aloud() -> None:
+    nodes = Nodes(2, 2)
+    nodes.join(0, 1)
+    nodes.roster.leave(1)
+    assert nodes.look() == everybody(SAVE, 0, 1)
+    assert nodes.end(n0=75, n1=75) == {} and nodes.roster.said[-1] == "nodes here: 0; waiting for at least 2"
+    nodes.roster.lose(1, "it closed the connection")
+    assert nodes.join(1) == started(0, 1)
+
+
 def test_failures_are_tried_again_after_growing_pauses_and_not_forever() -> None:
     nodes = Nodes(2, 2, restarts=2)
     nodes.join(0, 1)
