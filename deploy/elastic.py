@@ -22,6 +22,7 @@ from deploy.wire import Message, Wire
 from trainer.exits import DONE, LOST, STOPPED
 from trainer.ranks.network import free_port
 
+LOOPBACK = "127.0.0.1"
 CONNECT = 3.0  # seconds for a connection to be made
 Outcome = tuple[int, str, bool]  # the exit code, the reason, and whether a rank's last line already states it
 
@@ -52,7 +53,7 @@ class Member:
         if self._wire is not None or time.monotonic() < self._tried + PULSE:
             return
         self._tried = time.monotonic()
-        host = "127.0.0.1" if self.node.number == 0 else self.node.address
+        host = LOOPBACK if self.node.number == 0 else self.node.address
         try:
             connection = socket.create_connection((host, self.node.port), CONNECT)
         except OSError as error:  # not there yet, or its name is not
@@ -117,11 +118,15 @@ class Member:
 
 
 def open_office(node: Node, secret: str) -> Office:
-    """Listen on all addresses of node 0. Raises LaunchError if the port is in use."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    """Listen on all addresses of node 0, or on loopback if no other node may come.
+
+    Raises LaunchError if the port is in use.
+    """
+    alone = node.nodes == 1
+    both = socket.has_dualstack_ipv6() and not alone
+    place = (LOOPBACK if alone else "", node.port)
     try:
-        listener = socket.create_server(("", node.port), family=family, dualstack_ipv6=both)
+        listener = socket.create_server(place, family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise LaunchError(f"error: port {node.port}: {why}: set another --master-port") from None

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from deploy.elastic import take_part
+from deploy.elastic import open_office, take_part
 from deploy.node import Node
 from deploy.office import GUESTS, Office
 from deploy.roster import AFTER_FAILURE, AFTER_SILENCE, LAST_CALL, LONGEST_PAUSE, PATIENCE, PAUSE, STUCK, Roster
 from deploy.wire import LONGEST_LINE, Message, Wire
+from tests.helpers.ranks import free_port
 
 # ---- what node 0 decides -------------------------------------------------------------------------------------
 
@@ -330,6 +331,12 @@ def test_a_node_that_is_sent_away_may_come_back(port: Port) -> None:
     assert not port.office.nodes
     with pytest.raises(OSError, match="closed"):
         wire.receive() and wire.receive()
+
+
+def test_a_single_node_listens_on_loopback_only() -> None:
+    for most, address in ((1, "127.0.0.1"), (2, "::" if socket.has_dualstack_ipv6() else "0.0.0.0")):
+        with contextlib.closing(open_office(Node(0, most, 1, "127.0.0.1", free_port(), 1), "")) as office:
+            assert office.listener.getsockname()[0] == address
 
 
 def test_nothing_is_sealed_for_a_nonce_of_a_strangers_choice() -> None:
