@@ -105,7 +105,7 @@ class Member:
             if self._known:
                 say_error(f"lambert: lost node 0's launcher: {error}")
             else:
-                self._tell(f"does not let this node in ({error}): see that its number and LAMBERT_SECRET are right")
+                self._tell(f"does not let this node in ({error}): check --node-rank and LAMBERT_SECRET")
             self._wire.close()
             self._wire = None
             return {"kill": AFTER_SILENCE if silent else AFTER_FAILURE}
