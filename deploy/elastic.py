@@ -85,7 +85,7 @@ class Member:
             self.office.close()
 
     def next(self) -> Message | None:
-        """Return the office's next order, if there is one. If the office is lost, that is to kill the ranks."""
+        """Return the office's next order, if there is one. If the office is lost, that is to end the ranks."""
         if self.office is not None:
             self.office.look()
         if self._inbox or self._wire is None:
@@ -108,7 +108,7 @@ class Member:
                 self._tell(f"does not let this node in ({error}): check --node-rank and LAMBERT_SECRET")
             self._wire.close()
             self._wire = None
-            return {"kill": AFTER_SILENCE if silent else AFTER_FAILURE}
+            return {"kill": AFTER_SILENCE} if silent else {"save": True, "kill": AFTER_FAILURE}
         return self._inbox.popleft() if self._inbox else None
 
     def _tell(self, what: str) -> None:

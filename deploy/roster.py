@@ -81,6 +81,8 @@ class Roster:
             self.said.append(f"lost node {node}: {why}")
             self._attempt.running.discard(node)
             self._attempt.lost = True
+            if not silent:  # perhaps only its launcher has ended, or the connection: its ranks can still save
+                self._save()
             self._kill(self._attempt, AFTER_SILENCE if silent else AFTER_FAILURE)
 
     def leave(self, node: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.roster import AFTER_FAILURE
 from tests import test_deploy_launch
 from tests.helpers import ranks
 from tests.helpers.runs import kept_steps, lines, wait_for, write_config
@@ -29,12 +30,11 @@ PLACE = {"PET_NNODES": "1:2", "PET_MASTER_ADDR": "127.0.0.1", "PET_NPROC_PER_NOD
 # ---- launches ------------------------------------------------------------------------------------------------
 
 
-def pair(launch: Callable[..., Launched], first: str, second: str) -> list[Launched]:
-    """Two nodes, of which one is enough, each with a rank that runs a program."""
-    place = PLACE | {"PET_MASTER_PORT": str(ranks.free_port())}
+def pair(launch: Callable[..., Launched], *programs: str, port: int | None = None) -> list[Launched]:
+    """Two nodes, of which one is enough, each with a rank that runs a program; or only node 0."""
+    place = PLACE | {"PET_MASTER_PORT": str(port or ranks.free_port())}
     return [
-        launch("-m", "program", program, **place, PET_NODE_RANK=str(number))
-        for number, program in enumerate((first, second))
+        launch("-m", "program", program, **place, PET_NODE_RANK=str(number)) for number, program in enumerate(programs)
     ]
 
 
@@ -56,6 +56,23 @@ def test_a_stop_of_one_node_leaves_the_other_and_a_stop_of_node_0_ends_both(laun
     second.signal(signal.SIGTERM)
     time.sleep(0.25)  # node 0's rank is saving, because node 1 leaves
     first.signal(signal.SIGTERM)
+    assert [first.end()[0], second.end()[0]] == [75, 75]
+
+
+def test_node_0_is_killed_and_returns(launch: Callable[..., Launched]) -> None:
+    port = ranks.free_port()
+    first, second = pair(launch, "hear()", "hear()", port=port)
+    first.says("ready")
+    second.says("ready")
+    first.signal(signal.SIGKILL)
+    second.says("lambert: lost node 0's launcher: it closed the connection")
+    lost = time.monotonic()
+    [first] = pair(launch, "hear()", port=port)
+    first.says("ready")
+    second.says("ready", times=2)
+    assert time.monotonic() < lost + AFTER_FAILURE  # its rank saved and ended: it was not killed
+    for each in (first, second):
+        each.signal(signal.SIGTERM)
     assert [first.end()[0], second.end()[0]] == [75, 75]
 
 
