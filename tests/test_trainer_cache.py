@@ -16,6 +16,7 @@ import pytest
 
 from data_prep.manifest import MANIFEST, load_manifest
 from tests.helpers.file_server import BATCH, WINDOW, Server, content, damage, loader_of, order_of, read, whole_tars
+from tests.helpers.runs import wait_for
 from trainer.data import remote
 from trainer.data.cache import Cache, CacheConfig, open_cache
 from trainer.data.loader import Loader
@@ -33,8 +34,13 @@ pytestmark = pytest.mark.usefixtures("no_waits")
 def test_the_cache_holds_two_windows_and_fetches_each_shard_once_an_epoch(server: Server, cache: Path) -> None:
     loader, counts = loader_of(server, cache), list[int]()
     epochs = 3 * order_of(loader).samples // BATCH
+
+    def count() -> None:
+        wait_for(lambda: len(whole_tars(cache)) <= 2 * WINDOW, timeout=10)  # the newest one is named before one goes
+        counts.append(len(whole_tars(cache)))
+
     with patch.object(Remote, "fetch", autospec=True, side_effect=Remote.fetch) as fetch:  # attempts are not counted
-        read(loader, 0, epochs, lambda: counts.append(len(whole_tars(cache))))
+        read(loader, 0, epochs, count)
     assert max(counts) == 2 * WINDOW and len(counts) == epochs
     tars = Counter(call.args[1] for call in fetch.call_args_list if call.args[1].endswith(".tar"))
     assert all(count in (2, 3, 4) for count in tars.values()) and len(tars) == 5, (tars, server.tars())
