@@ -343,6 +343,19 @@ def test_no_runs_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == f"no runs below {tmp_path}\n"
 
 
+def test_any_name_can_be_printed_anywhere(tmp_path: Path) -> None:
+    write(tmp_path / "ü", begun(tmp_path, run="über"))
+    (tmp_path / os.fsdecode(b"none\xff")).mkdir()
+    for folder, encoding, wanted in (
+        ("ü", "ascii", "?ber "),
+        (os.fsdecode(b"none\xff"), "utf-8", "no runs below none?"),
+    ):
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", "trainer.runs", folder]
+        said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=True).stdout.decode()
+        assert wanted in said, said
+
+
 def until(terminal: int, text: str) -> str:
     """What a program prints on its terminal until ``text``."""
     said = ""

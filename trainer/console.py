@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -39,10 +40,12 @@ def complain(program: str, error: Exception) -> None:
 def print_result(text: str) -> None:
     """Print a command's result. If the reader closed the pipe, as ``| head`` does, the rest is lost without an error.
 
-    Raises TrainerError if standard output cannot be written for another reason.
+    A character that standard output cannot encode becomes a question mark. Raises TrainerError if standard output
+    cannot be written for another reason.
     """
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:
         flush()
     except OSError as error:
