@@ -31,7 +31,7 @@ from trainer.run.lock import LOCK_FILE, hold
 from trainer.run.stop_request import STOP_FILE
 from trainer.runs.__main__ import main
 from trainer.runs.status import RunStatus, find_runs, in_order, read_status
-from trainer.runs.table import table
+from trainer.runs.table import LONGEST_NAME, clipped, table, text_width
 
 NOW = 1_000_000.0
 PHASE = {"name": "short", "train": "shards", "sequence_length": 32, "steps": 100, "learning_rate": 0.01}
@@ -297,6 +297,15 @@ def test_a_narrow_terminal_gets_fewer_columns(tmp_path: Path) -> None:
         assert len(lines) == 7 and max(map(len, lines)) <= width
     assert table(runs, NOW, 29)[0].split() == ["run", "state", "step", "folder"]
     assert table(runs, NOW, 28)[0].split() == ["run", "state", "step"]
+
+
+def test_names_of_any_length_and_script_keep_the_table_straight() -> None:
+    """Chinese characters take two columns, an accent of its own none."""
+    names = ("plain", "実験" * 30, "e\u0301" * 30, "x" * 300)
+    lines = table([RunStatus(name, "a/folder", "failed", "why", step=1) for name in names], NOW, 80)
+    assert {text_width(line[: line.index("failed")]) for line in lines[1:5]} == {LONGEST_NAME + 2}
+    assert max(map(text_width, lines)) <= 80 and all(line.endswith(": failed: why") for line in lines[5:])
+    assert [clipped("実験", width) for width in (1, 2, 3, 4)] == ["", "実", "実", "実験"]
 
 
 @pytest.mark.parametrize(

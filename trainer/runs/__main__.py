@@ -27,7 +27,7 @@ from trainer.monitor.metrics_log import METRICS_LOG
 from trainer.run.lock import held
 from trainer.run.stop_request import request
 from trainer.runs.status import LIVE, RunStatus, find_runs, in_order, read_status
-from trainer.runs.table import printable, table
+from trainer.runs.table import clipped, printable, table
 
 RUNS = Path("runs")  # where runs are looked for, unless the command says otherwise
 HOME, REST_OF_LINE, REST_OF_SCREEN, CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"  # a terminal's own commands
@@ -100,7 +100,7 @@ def _watch(folders: Sequence[Path], price: float | None, seconds: float) -> NoRe
         if len(lines) > room:
             lines[room - 1 :] = [f"and {len(lines) - room + 1} lines more: enlarge the terminal, or name fewer folders"]
         lines.append(time.strftime("%H:%M:%S, Ctrl-C ends", time.localtime(now)))
-        text = "\n".join(f"{line[: size.columns]}{REST_OF_LINE}" for line in lines)
+        text = "\n".join(f"{clipped(line, size.columns)}{REST_OF_LINE}" for line in lines)
         print_result(f"{start}{HOME}{text}{REST_OF_SCREEN}")
         start = ""
         time.sleep(seconds)

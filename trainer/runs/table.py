@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Sequence
 
 from trainer.monitor.quantities import duration, short
 from trainer.runs.status import RunStatus
 
 NOTHING = "-"
-LONGEST_NAME = 40  # characters
+LONGEST_NAME = 40  # columns of the terminal
 # The columns, in order. If the terminal is too narrow for all, those named first in _FIRST_TO_GO are left out.
 _COLUMNS: dict[str, Callable[[RunStatus, float], str]] = {
-    "run": lambda run, now: run.name[:LONGEST_NAME],
+    "run": lambda run, now: clipped(run.name, LONGEST_NAME),
     "state": lambda run, now: run.state,
-    "phase": lambda run, now: (run.phase or "")[:LONGEST_NAME],
+    "phase": lambda run, now: clipped(run.phase or "", LONGEST_NAME),
     "step": lambda run, now: _steps(run),
     "left": lambda run, now: _show(run.seconds_left, duration),
     "held-out MLM": lambda run, now: _show(run.heldout_mlm_loss, "{:.3f}".format),
@@ -30,17 +31,18 @@ _LEFT_ALIGNED = ("run", "state", "phase", "folder")
 
 
 def table(runs: Sequence[RunStatus], now: float, width: int | None = None) -> list[str]:
-    """A heading, a line for each run, and a note for each run with a reason; no line has over ``width`` characters.
+    """A heading, a line for each run, and a note for each run with a reason; no line is wider than ``width``.
 
     A column without a value is left out. ``now``: Unix time in seconds.
     """
     columns = {name: [printable(cell(run, now)) for run in runs] for name, cell in _COLUMNS.items()}
     columns = {name: cells for name, cells in columns.items() if name in ("run", "state", "step") or any(cells)}
     for name in _FIRST_TO_GO:
-        if width is not None and max(len(line.rstrip()) for line in aligned(columns, _LEFT_ALIGNED)) > width:
+        if width is not None and max(text_width(line.rstrip()) for line in aligned(columns, _LEFT_ALIGNED)) > width:
             columns.pop(name, None)
-    notes = [f"{run.name}: {run.state}: {run.reason}" for run in runs if run.reason]
-    return [line[:width].rstrip() for line in (*aligned(columns, _LEFT_ALIGNED), *map(printable, notes))]
+    notes = [f"{clipped(run.name, LONGEST_NAME)}: {run.state}: {run.reason}" for run in runs if run.reason]
+    lines = [*aligned(columns, _LEFT_ALIGNED), *map(printable, notes)]
+    return [(line if width is None else clipped(line, width)).rstrip() for line in lines]
 
 
 def aligned(columns: dict[str, list[str]], left: Sequence[str]) -> list[str]:
@@ -48,9 +50,10 @@ def aligned(columns: dict[str, list[str]], left: Sequence[str]) -> list[str]:
     found = [""] * (1 + max(map(len, columns.values())))
     for name, cells in columns.items():
         texts = [name, *(cell or NOTHING for cell in cells)]
-        wide = max(map(len, texts))
-        align = str.ljust if name in left else str.rjust
-        found = [f"{line}{align(text, wide)}  " for line, text in zip(found, texts, strict=True)]
+        wide = max(map(text_width, texts))
+        for row, text in enumerate(texts):
+            space = " " * (wide - text_width(text))
+            found[row] += f"{text}{space}  " if name in left else f"{space}{text}  "
     return found
 
 
@@ -73,6 +76,21 @@ def _slowest(run: RunStatus) -> str:
 
 def _show(value: float | None, text: Callable[[float], str]) -> str:
     return "" if value is None else text(value)
+
+
+def text_width(text: str) -> int:
+    """The columns that a text takes on a terminal: two for a wide character, such as a Chinese one."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
+
+
+def clipped(text: str, width: int) -> str:
+    """The beginning of a text that takes at most ``width`` columns."""
+    text = text[: 2 * width]
+    while text_width(text) > width:
+        text = text[:-1]
+    return text
 
 
 def printable(text: str) -> str:
