@@ -434,6 +434,22 @@ def test_runs_of_one_name_are_told_apart_by_folder(tmp_path: Path, capsys: pytes
     assert f"no readable config.yaml in {tmp_path / 'b'}" in said and said.count(str(tmp_path / "a")) == 1
 
 
+def test_a_comparison_of_runs_without_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with only NaN shows none and has nothing to draw. Labels stay short."""
+    nothing = dict.fromkeys(("mlm_loss", "nsp_loss", "samples", "tokens"))
+    for name in ("a", "b"):
+        steps = [record | (nothing if record["event"] == "step" else {}) for record in begun(tmp_path)]
+        write(tmp_path / name, [*steps, {**START, "time": NOW, "step": 20, "run": name * 300}])
+    words = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "nan" not in said and max(map(len, said.splitlines())) < 100
+    assert main([*words, "--picture", str(tmp_path / "a.png")]) == 2 and not (tmp_path / "a.png").exists()
+    assert (
+        capsys.readouterr().err == "trainer.runs: error: none of these runs has a loss to draw: leave out --picture\n"
+    )
+
+
 # ---- stop ----------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ from trainer.monitor.panels import (
 )
 from trainer.monitor.quantities import duration, short
 from trainer.runs.status import RunStatus, read_config, read_status
-from trainer.runs.table import NOTHING, aligned, printable
+from trainer.runs.table import LONGEST_NAME, NOTHING, aligned, clipped, printable
 
 COLORS = (BLUE, ORANGE, GREEN, VIOLET, ROSE, SKY)
 LINES = ("-", "--", ":")  # for more runs than there are colors
@@ -58,7 +58,7 @@ def compare(folders: Sequence[Path], now: float, picture: Path | None) -> list[s
     """
     histories = [read_history(folder) for folder in folders]
     statuses = [read_status(folder, now) for folder in folders]
-    names = [status.name for status in statuses]
+    names = [clipped(status.name, LONGEST_NAME) for status in statuses]
     labels = names if len(set(names)) == len(names) else [status.folder for status in statuses]
     runs = [
         Compared(printable(label), read_config(folder), history, status)
@@ -108,13 +108,15 @@ def _result(run: Compared) -> dict[str, str]:
     """A run's results, by name; those that are unknown are missing."""
     history, status = run.history, run.status
     found = {"state": status.state, "step": f"{history.steps['step'][-1]:,.0f}"}
-    found["samples"] = short(float(history.steps["samples"][-1]))
+    if (samples := float(history.steps["samples"][-1])) >= 0:  # not NaN
+        found["samples"] = short(samples)
     found["tokens"] = short(float(np.nansum(history.steps["tokens"])))
     if history.wall is not None:
         found["wall time"] = duration(history.wall)
     if history.goodput is not None:
         found["goodput"] = f"{history.goodput:.1%}"
-    found["tokens/s"] = short(median_rate(history, "tokens"))
+    if (rate := median_rate(history, "tokens")) >= 0:  # not NaN
+        found["tokens/s"] = short(rate)
     if status.gpu_hours is not None:
         found["GPU-hours"] = f"{status.gpu_hours:,.1f}"
     for what, columns in (("training", history.steps), ("held-out", history.heldout)):
@@ -130,6 +132,8 @@ def _draw(runs: Sequence[Compared], path: Path) -> None:
     """Write a picture of the losses over steps and over samples, as PNG, whole or not at all."""
     losses = {"MLM loss": "mlm_loss", "NSP loss": "nsp_loss"}
     known = {name: key for name, key in losses.items() if any(len(present(run.history.steps, key)[0]) for run in runs)}
+    if not known:
+        raise TrainerError("none of these runs has a loss to draw: leave out --picture")
     try:
         with rc_context(STYLE), replacing(path) as file:
             figure = Figure(figsize=(15, 0.8 + 3.9 * len(known)), layout="constrained")
