@@ -319,8 +319,8 @@ def test_names_of_any_length_and_script_keep_the_table_straight() -> None:
         ([".", "--watch", "--json"], "argument --json: not allowed with argument --watch"),
         (["stop", "third", "--below", "."], "no run third below .: give its folder, or --below"),
         (["stop", "first", "--below", "."], "first names 2 runs: give the folder of one: one, two"),
-        (["stop", "one"], "first does not run: it is done"),
-        (["stop", "broken"], "broken does not run: it is unreadable (broken/metrics.jsonl contains"),
+        (["stop", "one"], "first is not running: it is done"),
+        (["stop", "broken"], "broken is not running: it is unreadable (broken/metrics.jsonl contains"),
         (["compare", "one"], "compare needs two or more different runs"),
         (["compare", "one", "./one"], "compare needs two or more different runs"),
         (["compare", "one", "two", "--picture", "a.pdf"], "--picture a.pdf: wanted a file whose name ends in .png"),
@@ -465,6 +465,29 @@ def bits(folder: Path) -> tuple[list[tuple[float, ...]], dict[str, str]]:
     return list(steps.values()), json.loads((newest / "checkpoint.json").read_text())["parts"]
 
 
+def test_stop_names_the_folder_of_the_run_that_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty name, such as that of an unset variable, is not the run of the current folder."""
+    folder = write(tmp_path / "runs" / "one", begun(tmp_path, at=time.time()))
+    monkeypatch.chdir(folder)
+    assert main(["stop", ""]) == 2 and main(["stop", "", "--below", "."]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["trainer.runs: error: the name of a run is empty: give its name or its folder"] * 2
+    assert not (folder / STOP_FILE).exists()
+    assert main(["stop", "."]) == 0 and (folder / STOP_FILE).exists()
+    monkeypatch.chdir(tmp_path)
+    assert main(["stop", "first"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    asked = "asked first ({}) to stop: it will save at its next logged step and end with exit code 75"
+    assert said == [asked.format("."), asked.format("runs/one")]
+
+
+def test_a_run_without_a_name_has_that_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "one", [step(1)]))
+    assert read_status(Path(), NOW).name == "one"
+
+
 @pytest.mark.slow
 def test_a_run_that_was_asked_to_stop_resumes_to_equal_bits(
     tiny_shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -473,7 +496,7 @@ def test_a_run_that_was_asked_to_stop_resumes_to_equal_bits(
     forked = start(run.parent, tiny_shards)
     wait_for(lambda: len(lines(run, "step")) >= 4, *forked)
     assert main(["stop", "test", "--below", str(tmp_path)]) == 0
-    said = "asked test to stop; it saves at its next logged step and ends with exit code 75\n"
+    said = f"asked test ({run}) to stop: it will save at its next logged step and end with exit code 75\n"
     assert capsys.readouterr().out == said
     ended = ranks.finish(forked)
     assert [code for code, _ in ended] == [75, 75], ended

@@ -122,14 +122,14 @@ def _stop(words: list[str]) -> None:
     run = read_status(folder, time.time())
     if run.state not in LIVE and not (run.state == "unreadable" and held(folder)):
         reason = f" ({run.reason})" if run.reason else ""
-        raise TrainerError(printable(f"{run.name} does not run: it is {run.state}{reason}"))
+        raise TrainerError(printable(f"{run.name} is not running: it is {run.state}{reason}"))
     try:
         request(folder)
     except OSError as error:
         raise TrainerError(f"{folder} cannot be written: {error.strerror}") from None
-    silent = " (it has been silent for long and may not answer)" if run.state == "silent" else ""
-    said = f"asked {run.name} to stop; it saves at its next logged step and ends with exit code 75{silent}"
-    print_result(printable(said))
+    silent = " (it has written nothing for a long time and may not respond)" if run.state == "silent" else ""
+    what = "it will save at its next logged step and end with exit code 75"
+    print_result(printable(f"asked {run.name} ({folder}) to stop: {what}{silent}"))
 
 
 def _compare(words: list[str]) -> None:
@@ -160,6 +160,8 @@ def _chosen(names: Sequence[str], below: Sequence[Path]) -> list[Path]:
     found: list[RunStatus] | None = None
     chosen = []
     for name in names:
+        if not name:
+            raise TrainerError("the name of a run is empty: give its name or its folder")
         if os.path.isfile(Path(name) / METRICS_LOG):
             chosen.append(Path(name))
             continue

@@ -81,17 +81,18 @@ def _begins(path: Path) -> bool:
 
 def read_status(folder: Path, now: float, price: float | None = None) -> RunStatus:
     """The status of the run in ``folder`` at the Unix time ``now``. Bad files make its state unreadable."""
+    name = folder.absolute().name  # "." has none
     try:
         history = skim_history(folder, RECENT_STEPS)
     except TrainerError as error:
-        return RunStatus(folder.name, str(folder), "unreadable", str(error))
+        return RunStatus(name, str(folder), "unreadable", str(error))
     if history.seen is None and not (history.end or len(history.steps["step"])):
-        return RunStatus(folder.name, str(folder), "unreadable", f"{folder / METRICS_LOG} contains no record of a run")
+        return RunStatus(name, str(folder), "unreadable", f"{folder / METRICS_LOG} contains no record of a run")
     config = read_config(folder)
     phases, steps = _phases(config), _recent(history.steps)
     state, reason = _state(folder, history, now, _silence(steps, config))
     return RunStatus(
-        name=history.facts.get("run", folder.name),
+        name=history.facts.get("run") or name,
         folder=str(folder),
         state=state,
         reason=reason,
