@@ -388,8 +388,8 @@ def test_watch_draws_over_the_last_table_until_ctrl_c(tmp_path: Path) -> None:
         said += until(ours, " 21/200 ")
         for number in range(9):
             shutil.copytree(folder, tmp_path / f"copy-{number}")
-        said += until(ours, "and 4 lines more: ")
-        said += until(ours, "and 4 lines more: ")
+        said += until(ours, "4 more lines do not fit: ")
+        said += until(ours, "4 more lines do not fit: ")
         watching.send_signal(signal.SIGINT)
         assert watching.wait(20) == 130
     finally:

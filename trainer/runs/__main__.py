@@ -58,14 +58,14 @@ def _list(words: list[str]) -> None:
     parser = CommandParser(
         prog=PROGRAM,
         description="List all runs below some folders.",
-        epilog=f"See also {PROGRAM} stop --help and {PROGRAM} compare --help. A folder of these names is ./stop.",
+        epilog=f"See also {PROGRAM} stop --help and {PROGRAM} compare --help. For a folder named stop, write ./stop.",
     )
     parser.add_argument("folders", nargs="*", type=Path, default=[RUNS], metavar="FOLDER", help="where to look (runs)")
     parser.add_argument("--price", type=_positive, metavar="X", help="price of one GPU for one hour")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print data instead of a table; see docs/runs.md")
-    form.add_argument("--watch", action="store_true", help="draw the table again and again, until Ctrl-C")
-    text = "seconds between two tables of --watch (%(default)g)"
+    form.add_argument("--json", action="store_true", help="print JSON instead of a table; see docs/runs.md")
+    form.add_argument("--watch", action="store_true", help="redraw the table until Ctrl-C")
+    text = "pause between redraws of --watch (%(default)g)"
     parser.add_argument("--every", type=_positive, default=2.0, metavar="SECONDS", help=text)
     options = parser.parse_args(words)
     if options.watch:
@@ -98,7 +98,9 @@ def _watch(folders: Sequence[Path], price: float | None, seconds: float) -> NoRe
         lines = _page(_statuses(folders, now, price), folders, now, size.columns)
         room = max(1, size.lines - 2)  # the time and the cursor need a line each
         if len(lines) > room:
-            lines[room - 1 :] = [f"and {len(lines) - room + 1} lines more: enlarge the terminal, or name fewer folders"]
+            lines[room - 1 :] = [
+                f"{len(lines) - room + 1} more lines do not fit: enlarge the terminal, or name fewer folders"
+            ]
         lines.append(time.strftime("%H:%M:%S, Ctrl-C ends", time.localtime(now)))
         text = "\n".join(f"{clipped(line, size.columns)}{REST_OF_LINE}" for line in lines)
         print_result(f"{start}{HOME}{text}{REST_OF_SCREEN}")

@@ -16,7 +16,7 @@ _COLUMNS: dict[str, Callable[[RunStatus, float], str]] = {
     "state": lambda run, now: run.state,
     "phase": lambda run, now: clipped(run.phase or "", LONGEST_NAME),
     "step": lambda run, now: _steps(run),
-    "left": lambda run, now: _show(run.seconds_left, duration),
+    "time left": lambda run, now: _show(run.seconds_left, duration),
     "held-out MLM": lambda run, now: _show(run.heldout_mlm_loss, "{:.3f}".format),
     "tokens/s": lambda run, now: _show(run.tokens_per_second, short),
     "goodput": lambda run, now: _show(run.goodput, "{:.1%}".format),
