@@ -131,7 +131,7 @@ def locked_by(folder: Path, host: str, at: float) -> None:
         ({"how": "failed", "reason": "the disk is full\nand more"}, None, 5, "failed", "the disk is full"),
         (None, "here", 1, "killed", ""),  # its lock is free on this machine, so it cannot run
         (None, "elsewhere", 599, "running", ""),  # its lock may be invisible here
-        (None, "elsewhere", 601, "silent", "no new line in metrics.jsonl"),
+        (None, "elsewhere", 601, "silent", "no new line in metrics.jsonl for 10 min 1 s"),
         (None, None, 599, "running", ""),
     ],
 )

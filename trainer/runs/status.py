@@ -16,6 +16,7 @@ from trainer.engine.schedule import Phase, batch_of, known_phases, samples_in
 from trainer.errors import TrainerError
 from trainer.monitor.history import History, StepColumns, skim_history
 from trainer.monitor.metrics_log import METRICS_LOG
+from trainer.monitor.quantities import duration
 from trainer.run.lock import LOCK_FILE, held
 from trainer.strict_yaml import LARGEST_YAML_BYTES, parse_yaml
 
@@ -153,7 +154,7 @@ def _state(folder: Path, history: History, now: float, silence: float) -> tuple[
         return "killed", ""
     if now - seen <= silence:
         return "running", ""
-    return "silent", f"no new line in {METRICS_LOG}"
+    return "silent", f"no new line in {METRICS_LOG} for {duration(now - seen)}"
 
 
 def _modified(path: Path) -> float:
