@@ -27,6 +27,7 @@ from tests.helpers import ranks
 from tests.helpers.ranks import ROOT
 from tests.helpers.runs import lines, wait_for, write_config
 from trainer.monitor.history import History, read_history, skim_history
+from trainer.run.folder import leave_end
 from trainer.run.lock import LOCK_FILE, hold
 from trainer.run.stop_request import STOP_FILE
 from trainer.runs.__main__ import main
@@ -486,6 +487,12 @@ def test_stop_names_the_folder_of_the_run_that_it_stops(
 def test_a_run_without_a_name_has_that_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write(tmp_path / "one", [step(1)]))
     assert read_status(Path(), NOW).name == "one"
+
+
+def test_a_request_that_cannot_be_removed_fails_no_finished_run(tmp_path: Path) -> None:
+    (tmp_path / STOP_FILE).mkdir()
+    leave_end(tmp_path, "done", 7)
+    assert json.loads((tmp_path / "ended.json").read_text()) == {"how": "done", "step": 7}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -47,7 +48,8 @@ def leave_configuration(plan: Plan) -> None:
 def leave_end(folder: Path, how: str, step: int) -> None:
     """Write how and at which step the run ended, which a killed run does not leave, and forget a request to stop."""
     (folder / ENDED).write_text(json.dumps({"how": how, "step": step}) + "\n", "utf-8")
-    forget_request(folder)
+    with suppress(OSError):  # the run has ended well; the next start reports what it cannot remove
+        forget_request(folder)
 
 
 def forget_end(folder: Path) -> None:
