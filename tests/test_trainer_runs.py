@@ -162,6 +162,12 @@ def test_a_held_lock_means_that_a_run_runs(tmp_path: Path) -> None:
     assert read_status(tmp_path, NOW + 6).state == "stopped"
 
 
+def test_a_checkpoint_that_a_rollback_removed_is_not_the_last(tmp_path: Path) -> None:
+    saved = [{"event": "checkpoint", "time": NOW, "step": at, "seconds": 1.0} for at in (5, 10)]
+    write(tmp_path, [*begun(tmp_path), *saved, {"event": "rollback", "time": NOW, "step": 5}, step(6)])
+    assert read_status(tmp_path, NOW).checkpoint_step == 5
+
+
 def test_a_slow_run_may_be_silent_for_longer(tmp_path: Path) -> None:
     records = [record | ({"seconds": 60.0} if record["event"] == "step" else {}) for record in begun(tmp_path)]
     write(tmp_path, records, {"phases": PHASES, "metrics": {"log_every_steps": 5}})

@@ -175,6 +175,7 @@ class _Reader:
                 self._end = record["how"] + (f": {reason}" if reason else "")
             case "rollback":
                 self._cut(record["step"])
+                self._checkpoints.cut(record["step"])  # the run removed them
             case "guard":
                 self._guard.append((record["step"], str(record["sign"]), str(record["action"])))
 
