@@ -162,6 +162,14 @@ def test_a_held_lock_means_that_a_run_runs(tmp_path: Path) -> None:
     assert read_status(tmp_path, NOW + 6).state == "stopped"
 
 
+def test_a_run_that_was_asked_to_stop_says_so(tmp_path: Path) -> None:
+    write(tmp_path, begun(tmp_path))
+    (tmp_path / STOP_FILE).touch()
+    found = [read_status(tmp_path, NOW + age) for age in (1, 601)]
+    silent = "no new line in metrics.jsonl for 10 min 1 s; asked to stop"
+    assert [(status.state, status.reason) for status in found] == [("running", "asked to stop"), ("silent", silent)]
+
+
 def test_a_checkpoint_that_a_rollback_removed_is_not_the_last(tmp_path: Path) -> None:
     saved = [{"event": "checkpoint", "time": NOW, "step": at, "seconds": 1.0} for at in (5, 10)]
     write(tmp_path, [*begun(tmp_path), *saved, {"event": "rollback", "time": NOW, "step": 5}, step(6)])

@@ -18,6 +18,7 @@ from trainer.monitor.history import History, StepColumns, skim_history
 from trainer.monitor.metrics_log import METRICS_LOG
 from trainer.monitor.quantities import duration
 from trainer.run.lock import LOCK_FILE, held
+from trainer.run.stop_request import STOP_FILE
 from trainer.strict_yaml import LARGEST_YAML_BYTES, parse_yaml
 
 CONFIG = "config.yaml"
@@ -33,7 +34,7 @@ class RunStatus:
     name: str
     folder: str
     state: str  # running, silent, killed, done, reached, stopped, failed or unreadable
-    reason: str = ""  # why it failed, which target it reached, or what is wrong with its journal
+    reason: str = ""  # why it failed, what it reached or was asked, or what is wrong with its journal
     phase: str | None = None
     step: int | None = None  # optimizer steps taken
     target_steps: int | None = None  # None, too, if a phase ends by time
@@ -152,9 +153,10 @@ def _state(folder: Path, history: History, now: float, silence: float) -> tuple[
         return ("reached", reason) if reason.startswith("reached ") else (how, reason)
     if lock is False:
         return "killed", ""
+    asked = "asked to stop" if os.path.exists(folder / STOP_FILE) else ""
     if now - seen <= silence:
-        return "running", ""
-    return "silent", f"no new line in {METRICS_LOG} for {duration(now - seen)}"
+        return "running", asked
+    return "silent", "; ".join(filter(None, [f"no new line in {METRICS_LOG} for {duration(now - seen)}", asked]))
 
 
 def _modified(path: Path) -> float:
