@@ -252,6 +252,22 @@ def test_runs_are_found_once_and_in_order(tmp_path: Path) -> None:
     assert [Path(status.folder).name for status in listed] == ["d", "c", "deep", "a"]
 
 
+def test_a_linked_run_is_found_under_its_own_folder_first(tmp_path: Path) -> None:
+    """A link to a run elsewhere counts. Links are not followed further, or a loop or a data set would be searched."""
+    top = tmp_path / "runs"
+    write(top / "zero", begun(tmp_path))
+    write(tmp_path / "scratch" / "big", begun(tmp_path))
+    for name, target in (
+        ("latest", top / "zero"),
+        ("big", tmp_path / "scratch" / "big"),
+        ("loop", top),
+        ("gone", top / "x"),
+    ):
+        (top / name).symlink_to(target)
+    (top / "data").symlink_to(tmp_path / "scratch")
+    assert [path.name for path in find_runs([top])] == ["zero", "big"]
+
+
 GOOD = {"phases": PHASES}
 DAMAGED: tuple[tuple[str, list[dict[str, Any]], object, str], ...] = (  # name, journal, configuration, and its state
     ("binary", [], GOOD, "unreadable"),

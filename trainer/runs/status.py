@@ -66,16 +66,23 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def _below(top: Path) -> Iterator[Path]:
-    for path, folders, files in os.walk(top):
+    links = list[Path]()
+    for path, folders, _ in os.walk(top):
         folders[:] = sorted(name for name in folders if not name.startswith("step-"))  # no run is in a checkpoint
-        if METRICS_LOG in files and (CONFIG in files or _begins(Path(path, METRICS_LOG))):
+        links += [Path(path, name) for name in folders if os.path.islink(os.path.join(path, name))]
+        if _is_run(Path(path)):
             yield Path(path)
+    yield from filter(_is_run, links)
 
 
-def _begins(path: Path) -> bool:
-    """Whether a journal begins as a pre-training run's does. Fine-tuning writes another one, without a config.yaml."""
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is a pre-training run's. Fine-tuning writes another journal, without a config.yaml."""
+    if not os.path.isfile(folder / METRICS_LOG):
+        return False
+    if os.path.exists(folder / CONFIG):
+        return True
     try:
-        with path.open("rb") as file:
+        with (folder / METRICS_LOG).open("rb") as file:
             return file.read(100).startswith((b'{"event": "attempt"', b'{"event": "start"'))
     except OSError:
         return False
