@@ -208,6 +208,11 @@ def test_the_numbers_of_a_run(tmp_path: Path) -> None:
     assert " ".join(line.split()) == f"{cells} {tmp_path}"
 
 
+def test_a_cost_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
+    status = read_status(write(tmp_path, begun(tmp_path)), NOW, price=3.0)  # no record of time yet
+    assert (status.gpu_hours, status.cost) == (None, None)
+
+
 def test_the_time_left(tmp_path: Path) -> None:
     """The cases: batch warm-up, the second of two phases, and phases that end by time."""
     warm = PHASES[0] | {"batch_warmup": [{"steps": 50, "global_batch": 4}]}

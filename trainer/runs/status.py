@@ -44,7 +44,7 @@ class RunStatus:
     heldout_step: int | None = None
     tokens_per_second: float | None = None  # of the newest RECENT_STEPS steps
     goodput: float | None = None  # the share of the wall time that went into steps that count
-    gpu_hours: float | None = None  # of all attempts; None if the run is not on GPUs
+    gpu_hours: float | None = None  # of all attempts; None on CPUs, and until it is measured
     cost: float | None = None  # GPU-hours times --price
     checkpoint_step: int | None = None
     checkpoint_time: float | None = None  # Unix time
@@ -225,7 +225,7 @@ def _outcome(history: History) -> dict[str, Any]:
 
 
 def _cost(history: History, price: float | None) -> dict[str, Any]:
-    if history.facts.get("device") != "cuda":
+    if history.facts.get("device") != "cuda" or not history.rank_seconds:
         return {}
     hours = history.rank_seconds / 3600
     return {"gpu_hours": _known(hours), "cost": None if price is None else _known(price * hours)}
