@@ -124,7 +124,7 @@ def _stop(words: list[str]) -> None:
     run = read_status(folder, time.time())
     if run.state not in LIVE and not (run.state == "unreadable" and held(folder)):
         reason = f" ({run.reason})" if run.reason else ""
-        raise TrainerError(printable(f"{run.name} is not running: it is {run.state}{reason}"))
+        raise TrainerError(printable(f"{run.name} is not running: its state is {run.state}{reason}"))
     try:
         request(folder)
     except OSError as error:
