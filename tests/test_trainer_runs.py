@@ -344,6 +344,11 @@ def test_names_of_any_length_and_script_keep_the_table_straight() -> None:
     assert [clipped("実験", width) for width in (1, 2, 3, 4)] == ["", "実", "実", "実験"]
 
 
+def test_a_note_says_which_of_two_runs_of_one_name_it_is_about() -> None:
+    runs = [RunStatus(name, folder, "failed", "why") for name, folder in (("a", "x"), ("a", "y"), ("b", "z"))]
+    assert table(runs, NOW)[-3:] == ["x: failed: why", "y: failed: why", "b: failed: why"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from trainer.monitor.quantities import duration, short
@@ -40,7 +41,9 @@ def table(runs: Sequence[RunStatus], now: float, width: int | None = None) -> li
     for name in _FIRST_TO_GO:
         if width is not None and max(text_width(line.rstrip()) for line in aligned(columns, _LEFT_ALIGNED)) > width:
             columns.pop(name, None)
-    notes = [f"{clipped(run.name, LONGEST_NAME)}: {run.state}: {run.reason}" for run in runs if run.reason]
+    names = Counter(columns["run"])
+    labels = [run.folder if names[name] > 1 else name for run, name in zip(runs, columns["run"], strict=True)]
+    notes = [f"{label}: {run.state}: {run.reason}" for run, label in zip(runs, labels, strict=True) if run.reason]
     lines = [*aligned(columns, _LEFT_ALIGNED), *map(printable, notes)]
     return [(line if width is None else clipped(line, width)).rstrip() for line in lines]
 
