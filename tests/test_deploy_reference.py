@@ -184,6 +184,15 @@ def inputs(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def is_gone(group: int) -> bool:
+    """Whether the process group has no process left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
 @pytest.mark.slow
 def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
     """It is killed once pre-training has ended, which is then not repeated."""
@@ -192,6 +201,7 @@ def test_a_killed_script_continues_to_its_scores(inputs: Path) -> None:
     os.killpg(killed.pid, signal.SIGKILL)
     [(code, said)] = ranks.finish([killed])
     assert code == -signal.SIGKILL and "lambert: done: 3 steps" in said, said
+    wait_for(lambda: is_gone(killed.pid))  # a process that is still dying may hold the lock
     [(code, said)] = ranks.finish([fork(inputs)])
     assert code == DONE, said
     assert "== Pre-training\nalready done\n" in said and said.count(": complete") == 2
