@@ -13,10 +13,10 @@ demo: setup
 	@python -m deploy.demo
 
 test: setup style
-	@python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
+	@python -m pytest --numprocesses 3 --dist worksteal $(TESTS)
 
 quick: setup style
-	@python -m pytest --numprocesses 2 --dist worksteal -m "not slow" $(TESTS)
+	@python -m pytest --numprocesses 3 --dist worksteal -m "not slow" $(TESTS)
 
 lint: style
 	@mypy
