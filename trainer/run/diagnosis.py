@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def diagnose(finding: Finding, data: PhaseData, engine: Engine[Any], folder: Pat
     if not world.is_main:
         return ""
     path = folder / "guard" / f"step-{finding.step:08d}.json"
-    ranked = sorted(norms.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"), reverse=True)
+    ranked = sorted(norms.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], reverse=True)
     failure = attempt(partial(_write, path, finding, data, {"norms_of": measured, "gradient_norms": dict(ranked)}))
     named = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:LARGEST])
     where = f"cannot be listed ({failure})" if failure else f"are listed in {path}"
