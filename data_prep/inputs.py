@@ -166,7 +166,7 @@ def _fetch_all(addresses: list[Address], folder: Path, redirects: Sequence[str])
 
 
 def _place(address: Address) -> tuple[str, bool]:
-    """What `open_fs` opens for an address: its folder, and whether names there have a query."""
+    """The folder that `open_fs` opens for an address, and whether names in it have a query."""
     return address.folder, bool(address.query)
 
 

@@ -105,7 +105,7 @@ def attempt(
 
 
 class Alone:
-    """What a launch on fixed nodes has in place of a :class:`~deploy.elastic.Member`: nobody else decides."""
+    """The leader of a launch on fixed nodes, in place of a :class:`~deploy.elastic.Member`: nobody else decides."""
 
     poll = 3600.0  # seconds
 

@@ -1,4 +1,4 @@
-"""Where node 0's launcher hears from all nodes' launchers and tells them what to do: the sockets of a roster.
+"""The office of node 0's launcher, which hears from all launchers and tells them what to do: a roster's sockets.
 
 Node 0 also runs rank 0, which alone writes the run's journal and names its checkpoints: nodes that are cut off from
 node 0 can never train on by themselves.

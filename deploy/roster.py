@@ -1,4 +1,4 @@
-"""Which nodes are here, and what each should do next: node 0's decisions in a run whose number of nodes may change.
+"""The nodes that are here, and what each should do next: node 0's decisions in a run whose number of nodes may change.
 
 A run is a series of attempts, each on fixed nodes. An attempt ends when a node is lost, a rank fails, or a node arrives
 or leaves; the next one resumes from the newest whole checkpoint. This is a state machine without clocks or sockets;

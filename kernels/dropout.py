@@ -139,7 +139,7 @@ def spread(COLUMNS: tl.constexpr):
 
 @triton.jit
 def numbers(a, b, first, COLUMNS: tl.constexpr):
-    """What stage 3 compares with ``cut``, (M, COLUMNS / 4, 2, 2) int32: halves in the upper 16 bits, noise below."""
+    """Stage 3's numbers to compare with ``cut``, (M, COLUMNS / 4, 2, 2) int32: halves above, 16 bits of noise below."""
     fours = (first // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32) * 0x9E3779B9
     h = fours[None, :] + a[:, None]
     h = (h ^ (h >> 16)) * 0x7FEB352D + b[:, None]

@@ -95,7 +95,7 @@ def invented(rng: random.Random) -> str:
 
 
 def standing(history: History, steps: int) -> dict[str, Any]:
-    """What `skim_history` promises to be exact, with this many of the newest steps."""
+    """The part of a history that `skim_history` keeps exact, with this many of the newest steps."""
     exact = ("heldout", "checkpoints", "failed", "plateaus", "restarts", "facts", "end", "spent", "wall", "seen")
     found = {name: getattr(history, name) for name in (*exact, "rank_seconds")}
     found["steps"] = {key: column[-steps:] for key, column in history.steps.items()}
@@ -407,7 +407,7 @@ def test_any_name_can_be_printed_anywhere(tmp_path: Path) -> None:
 
 
 def until(terminal: int, text: str) -> str:
-    """What a program prints on its terminal until ``text``."""
+    """Read what a program prints on its terminal, up to ``text``."""
     said = ""
     while text not in said:
         assert select.select([terminal], [], [], 20)[0], said

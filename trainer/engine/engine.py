@@ -241,9 +241,10 @@ class Engine(Generic[M]):
         return StepResult(sums, self.optimizer.gradient_norm, self.optimizer.trust, True, used)
 
     def gradient_norms(self) -> tuple[str, dict[str, float]]:
-        """What was measured, and its norm for each parameter, by name: the last step's gradient if it is still there.
+        """Return a name for what was measured, and its norm for each parameter.
 
-        Otherwise it is the gradient's moving average. Both are unscaled, over all ranks. A collective.
+        It is the last step's gradient if that is still there, otherwise the gradient's moving average. Both are
+        unscaled, over all ranks. A collective.
         """
         if self._gradients is not None and self._gradients.own is not None:
             norms = self.optimizer.tensor_norms([self._gradients.own], self.optimizer.unscale)

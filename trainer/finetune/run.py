@@ -44,7 +44,7 @@ BEST = "best"  # until then: the checkpoint of the best evaluation
 
 @dataclass(frozen=True)
 class FineTuningJob:
-    """What all runs of one command share."""
+    """The inputs and options that all runs of one command share."""
 
     options: Options  # resolved: the precision in use, and where the predictions go
     task: Task

@@ -31,7 +31,7 @@ CHECKS_OF_RANK = {
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank runs on, and what its hardware should give to others."""
+    """A rank's device, and the rates that its links should reach."""
 
     host: str
     device: str
@@ -76,7 +76,7 @@ class Results:
         return found
 
     def suspects(self) -> list[Blame]:
-        """What is slow among the links of each kind."""
+        """The slow links of each kind."""
         return [found for rates in self.kinds().values() if (found := blame(rates))]
 
     def slow_ranks(self) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Which links between ranks are measured, and in which order, so that no measurement disturbs another. Pure."""
+"""The links between ranks to measure, in an order such that no measurement disturbs another. Pure."""
 
 from __future__ import annotations
 

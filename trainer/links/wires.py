@@ -1,4 +1,4 @@
-"""What the hardware between two ranks should give, and which hardware a measured rate looks like.
+"""The rates of the hardware between two ranks, and the hardware that a measured rate looks like.
 
 Rates are per direction, in decimal gigabytes per second: NVLink per GPU, the others per port. Sources: NVIDIA's data
 sheets of the A100 (NVLink 600 GB/s, both directions together), H100 and H200 (900) and B200 (1,800); PCI-SIG: 16 lanes

@@ -33,7 +33,7 @@ OUTSIDE = ("slow_rank", "failed_save")  # signs whose cause is not in the run: s
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What to do at each sign of trouble.
+    """The action for each sign of trouble, and its limits.
 
     ``warn`` prints a line. ``lower`` lowers the learning rate for some steps. ``rollback`` goes back to a checkpoint
     and skips the samples that were read when the trouble began. ``stop`` saves and ends the run.
@@ -91,7 +91,7 @@ class Setback(TrainerError):
 
 @dataclass(frozen=True)
 class GuardState:
-    """What the guard remembers. Checkpoints contain it, so a resumed run decides as if it was never stopped."""
+    """The guard's memory. Checkpoints contain it, so a resumed run decides as if it was never stopped."""
 
     phase: int = 0  # phase of the recent steps
     recent: tuple[tuple[int, float | None], ...] = ()  # position and loss of each; no loss if it was not applied

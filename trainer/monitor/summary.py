@@ -103,7 +103,7 @@ def _plateau(history: History) -> dict[str, str]:
 
 
 def _guard(history: History) -> dict[str, str]:
-    """What the guard did and which samples were skipped; empty if there is nothing to tell."""
+    """Lines about the guard's actions and the skipped samples; none if there were none."""
     done = Counter((sign.replace("_", " "), action) for _, sign, action in history.guard)
     told = [f"{sign}: {action}{f' ({times} times)' if times > 1 else ''}" for (sign, action), times in done.items()]
     if told:

@@ -31,7 +31,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run would use, and what it costs."""
+    """The resources of a planned run, and their cost."""
 
     gpus: int  # per node
     nodes: int
@@ -68,7 +68,7 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Run:
-    """What is planned."""
+    """The run to plan."""
 
     config: Config
     hardware: Hardware
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What checkpoints cost."""
+    """The cost of checkpoints."""
 
     size: int  # bytes
     write_seconds: float
@@ -280,7 +280,7 @@ def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> N
 
 
 def _alternatives(run: Run, each: PhasePlan, lengths: Lengths) -> str:
-    """What would fit if not even one sequence does."""
+    """Say what would fit if not even one sequence does."""
     found, share = [], -(-each.global_batch // run.setting.ranks)
     for stage in STAGES[1:]:
         for offloads in (False, True):

@@ -136,7 +136,7 @@ def layer_bytes(model: ModelConfig, element: int, checkpointing: Checkpointing =
 
 
 def kept(model: ModelConfig, load: Load, element: int, checkpointing: Checkpointing = "none") -> Kept:
-    """What a micro-batch keeps, with ``element`` bytes per element of weights and activations.
+    """The bytes that a micro-batch keeps, with ``element`` bytes per element of weights and activations.
 
     Dropout keys are counted even if all dropout is 0: attention refers to them. Sequence ends, labels and classes are
     included; the few other integers of the batch, 8 bytes per target or sequence, are not.

@@ -1,4 +1,4 @@
-"""What differs between runs: settings, what they ran on, results, and their losses in one picture."""
+"""Differences between runs: settings, what they ran on, results, and their losses in one picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands, read from the files in its folder: its journal, its configuration and its lock."""
+"""The status of a run, read from the files in its folder: its journal, its configuration and its lock."""
 
 from __future__ import annotations
 
