@@ -42,7 +42,7 @@ from trainer.plan.memory import (
     resident,
     sizes,
 )
-from trainer.plan.speed import assumed, read_network, step_time
+from trainer.plan.speed import CHECKPOINTING_FACTOR, assumed, launch_bound, read_network, step_time
 
 LARGE, SHAPE = MODEL_SIZES["large"], {"hidden": 16, "heads": 2, "intermediate": 40, "max_positions": 32}
 
@@ -199,6 +199,29 @@ def test_a_step_takes_what_was_measured(micro_batches: int, milliseconds: float)
     assert 1000 * sum(found.values()) == pytest.approx(milliseconds, rel=0.1)
 
 
+TIMES = [  # ms, from docs/lab.md, 2026-11-29: model, ZeRO stage, checkpointing, sequences, their length
+    ("base", 1, "none", 682, 96, 161.9),
+    ("base", 1, "cheap", 128, 512, 196.6),
+    ("base", 2, "full", 682, 96, 229.9),
+    ("large", 1, "full", 341, 96, 359.9),
+    ("large", 2, "cheap", 256, 128, 287.6),
+    ("large", 2, "none", 128, 512, 578.2),
+]
+
+
+@pytest.mark.parametrize(("size", "stage", "kind", "sequences", "length", "milliseconds"), TIMES)
+def test_a_step_of_one_gpu_takes_what_was_measured(
+    size: str, stage: int, kind: Checkpointing, sequences: int, length: int, milliseconds: float
+) -> None:
+    """Two micro-batches, with rates from another machine and other shapes."""
+    card, model = choose(read_rates(CARDS), "h200"), MODEL_SIZES[size]
+    setting = Setting(stage, "fp16", 1, checkpointing=kind)
+    work = (full(length), (2 * sequences, 2), (card, assumed(1, 1)))
+    found = step_time(model, sizes(model), setting, "lamb", *work)
+    assert 1000 * sum(found.values()) == pytest.approx(milliseconds, rel=0.1)
+    assert not launch_bound(model, setting, card, found["compute"] / 2)
+
+
 def rate(hidden: int, length: int, tflops: float, tokens: int = TOKENS) -> Rate:
     return Rate("NVIDIA X1", 40.0, 12, hidden, length, tokens, 100.0, tflops, "2026-01-01", "a test")
 
@@ -231,6 +254,10 @@ def test_few_tokens_take_the_time_of_the_kernels_launches() -> None:
         work = full(128), (2, 2), (card, assumed(1, 1))
         found = step_time(LARGE, sizes(LARGE), Setting(1, "fp16", 1), "lamb", *work)["compute"]
         assert found == pytest.approx(2 * least) if least else found < 0.01
+        for kind, factor in CHECKPOINTING_FACTOR.items():
+            setting = Setting(1, "fp16", 1, checkpointing=kind)
+            assert not launch_bound(LARGE, setting, card, 2.01 * factor * least)
+            assert launch_bound(LARGE, setting, card, 1.99 * factor * least) == (least > 0)
 
 
 REFUSED_RATES = [
@@ -303,6 +330,7 @@ def test_a_plan_is_printed_written_and_drawn(config: Path, tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert all(len(line) <= 100 for line in printed.splitlines()), printed
     assert "ZeRO 2*" in printed and "Daly" in printed and "hidden 16" in printed
+    assert "launch their kernels" in " ".join(printed.split())
     tree = json.loads((tmp_path / "plan.json").read_text())
     [phase] = tree["phases"]
     assert (phase["steps"], phase["samples"], phase["accumulation"]) == (7, 210, 4)

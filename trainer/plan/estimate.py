@@ -17,7 +17,7 @@ from trainer.plan import goodput
 from trainer.plan.cards import SPARE, Card, doubts
 from trainer.plan.lengths import Lengths
 from trainer.plan.memory import GIB, Bytes, Load, Setting, Sizes, host_bytes, peak, reserved, sizes
-from trainer.plan.speed import Network, step_time
+from trainer.plan.speed import Network, launch_bound, step_time
 from trainer.run.config import Config
 
 STAGES = (0, 1, 2, 3)
@@ -220,7 +220,13 @@ def _notes(run: Run, phases: Sequence[PhasePlan], data: Sequence[Lengths]) -> tu
     found: list[str] = []
     for each, lengths in zip(phases, data, strict=True):
         length = lengths.squares / lengths.tokens
-        found += doubts(run.hardware.card, run.config.model.hidden, length, each.micro_batch.tokens)
+        model, card, tokens = run.config.model, run.hardware.card, each.micro_batch.tokens
+        found += doubts(card, model.hidden, length, tokens)
+        if launch_bound(model, run.setting, card, each.step_seconds["compute"] / each.accumulation):
+            found.append(
+                f"micro-batches of {tokens:,} tokens: the host takes about as long to launch their kernels as the GPU "
+                "takes to run them, so steps may take twice as long as planned; larger micro-batches avoid this"
+            )
     return (*dict.fromkeys(found), *NOTES)
 
 

@@ -26,9 +26,10 @@ from trainer.plan.memory import Setting, Sizes
 ACCUMULATE_PS = 0.98  # per parameter and micro-batch: 0.33 ms for 336 million
 OFFLOADED_PS = 2400.0  # per updated parameter: 0.8 s for 336 million on 16 cores
 ZERO_3_FACTOR = 2.02  # of forward and backward
-# Forward and backward with checkpointing: one forward pass more, of three; "cheap" is taken as free. On an H200, steps
-# of 65,536 tokens took these times within 7 % (docs/lab.md, 2026-11-29).
-CHECKPOINTING_FACTOR: dict[Checkpointing, float] = {"none": 1.0, "cheap": 1.0, "full": 4 / 3}
+# Forward and backward with checkpointing: "full" is one forward pass more, of three. Measured on an H200 (docs/lab.md,
+# 2026-11-29): cheap 1.03 to 1.04, full 1.31 to 1.35.
+CHECKPOINTING_FACTOR: dict[Checkpointing, float] = {"none": 1.0, "cheap": 1.04, "full": 4 / 3}
+LAUNCH_BOUND = 2.0  # times the least that a micro-batch takes: below, the host's speed decides
 # Two H200s over NVLink 4 reduce BERT-Large's 672 MB in 1.7 ms (docs/lab.md, 2026-11-28, stage 2).
 MEASURED_INSIDE = 672e6 / 2 / 1.7e-3
 # Not measured: to be calibrated, or replaced by --network.
@@ -82,6 +83,15 @@ def read_network(path: Path) -> Network:
             "--json"
         ) from None
     return Network(latency, bandwidth, f"{path}, measured on {ranks} ranks")
+
+
+def launch_bound(model: ModelConfig, setting: Setting, card: Card, seconds: float) -> bool:
+    """Whether launching the kernels of a micro-batch may take longer than running them.
+
+    ``seconds``: the planned time of its forward and backward pass.
+    """
+    factor = CHECKPOINTING_FACTOR[setting.checkpointing] * (ZERO_3_FACTOR if setting.stage == 3 else 1)
+    return seconds < LAUNCH_BOUND * factor * card.least_seconds(model.layers)
 
 
 def step_time(
