@@ -55,6 +55,11 @@ def test_the_table_pairs_differences_by_seed() -> None:
     [
         ("transfer", "out --encoders none --tasks none --beside 0", "transfer: error: --beside 0: wanted 1 or more"),
         ("transfer", "out --encoders none --tasks none --gpus -1", "transfer: error: --gpus -1: wanted 0 or more"),
+        (
+            "transfer",
+            "out --encoders none --tasks none --dropout 1",
+            "transfer: error: --dropout 1.0: wanted 0 or more, below 1",
+        ),
         ("peer", "out --train none --heldout none", "peer: error: "),
     ],
 )
@@ -89,6 +94,8 @@ def test_a_worker_takes_the_steps_of_the_fine_tuning_command(monkeypatch: pytest
     assert list(found) == ["bert", "random"]
     jobs = plan(find_encoders(tmp_path / "encoders"), tmp_path / "out/tasks", ["stsb"], [2])
     assert {job.key for job in jobs} == set(map(key_of, found.values()))  # a second command runs none
+    others = plan(find_encoders(tmp_path / "encoders"), tmp_path / "out/tasks", ["stsb"], [2], dropout=0.0)
+    assert not {job.key for job in others} & {job.key for job in jobs}
     recipe = ("--rates", "5e-5", "--batches", "32", "--epochs", "4", "--max-length", "40", "--clip", "1")
     [(code, said)] = finetune(inputs, tmp_path / "command", "--task", "stsb", *recipe, "--seeds", "2")
     assert code == DONE, said

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,16 +52,17 @@ from trainer.monitor.metrics_log import read_lines
 from trainer.ranks.world import World, from_launcher, join, leave
 
 RECIPES = {  # in the order in which jobs start: the longest first
-    "conll2003": Recipe(epochs=3, rate=5e-5, clipping=1.0, dropout=0.1),
-    "sst2": Recipe(epochs=3, rate=5e-5, clipping=1.0, dropout=0.1),
-    "squad": Recipe(epochs=6, rate=5e-5, clipping=1.0, dropout=0.1),
-    "cola": Recipe(epochs=3, rate=5e-5, clipping=1.0, dropout=0.1),
-    "stsb": Recipe(epochs=4, rate=5e-5, clipping=1.0, dropout=0.1),
-    "sick-entailment": Recipe(epochs=4, rate=5e-5, clipping=1.0, dropout=0.1),
-    "mrpc": Recipe(epochs=5, rate=5e-5, clipping=1.0, dropout=0.1),
-    "rte": Recipe(epochs=5, rate=5e-5, clipping=1.0, dropout=0.1),
+    "conll2003": Recipe(epochs=3, rate=5e-5, clipping=1.0),
+    "sst2": Recipe(epochs=3, rate=5e-5, clipping=1.0),
+    "squad": Recipe(epochs=6, rate=5e-5, clipping=1.0),
+    "cola": Recipe(epochs=3, rate=5e-5, clipping=1.0),
+    "stsb": Recipe(epochs=4, rate=5e-5, clipping=1.0),
+    "sick-entailment": Recipe(epochs=4, rate=5e-5, clipping=1.0),
+    "mrpc": Recipe(epochs=5, rate=5e-5, clipping=1.0),
+    "rte": Recipe(epochs=5, rate=5e-5, clipping=1.0),
 }
 RANDOM = "random"
+DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -312,17 +313,20 @@ def cells(by_name: dict[str, dict[int, float]], others: list[str], seeds: int) -
     return [shown(list(values.values())) for values in by_name.values()] + [shown(each, True) for each in pairs]
 
 
-def plan(encoders: dict[str, Path], tasks: Path, names: list[str], seeds: list[int]) -> list[Job]:
+def plan(
+    encoders: dict[str, Path], tasks: Path, names: list[str], seeds: list[int], dropout: float = DROPOUT
+) -> list[Job]:
     """All jobs: seed by seed, so that whatever is finished can be compared, and the longest first in each."""
     weights = {name: encoder_sha256(name, folder) for name, folder in encoders.items()}
     jobs = []
     for seed in seeds:
         for task in names:
+            recipe = replace(RECIPES[task], dropout=dropout)
             files = [file_sha256(path) for path in sorted((tasks / task).iterdir())]
             for name, folder in encoders.items():
-                made_of = json.dumps([weights[name], files, asdict(RECIPES[task])])
+                made_of = json.dumps([weights[name], files, asdict(recipe)])
                 inputs = hashlib.sha256(made_of.encode()).hexdigest()[:16]
-                jobs.append(Job(name, task, seed, folder, tasks / task, RECIPES[task], inputs))
+                jobs.append(Job(name, task, seed, folder, tasks / task, recipe, inputs))
     return jobs
 
 
@@ -351,6 +355,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=Path, required=True, help="the archive of task files")
     parser.add_argument("--only", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="TASK")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--dropout", type=float, default=DROPOUT, help="while fine-tuning (%(default)s)")
     parser.add_argument("--rows", type=int, help="at most so many rows in each file, to try things out")
     parser.add_argument("--gpus", type=int, default=0, help="GPUs to use; 0, the default, is CPUs")
     parser.add_argument("--beside", type=int, default=1, help="workers on each GPU, or on the CPUs (%(default)s)")
@@ -359,10 +364,12 @@ def main() -> int:
     for name, least in {"gpus": 0, "beside": 1}.items():
         if getattr(given, name) < least:
             parser.error(f"--{name} {getattr(given, name)}: wanted {least} or more")
+    if not 0 <= given.dropout < 1:
+        parser.error(f"--dropout {given.dropout}: wanted 0 or more, below 1")
     encoders = find_encoders(given.encoders)
     names = [task for task in RECIPES if task in given.only]
     unpack(given.tasks, given.out / "tasks", names, given.rows)
-    jobs = plan(encoders, given.out / "tasks", names, given.seeds)
+    jobs = plan(encoders, given.out / "tasks", names, given.seeds, given.dropout)
     path = given.out / "results.jsonl"
     ended = {key_of(result) for result in results_of(jobs, path)}
     waiting = [job for job in jobs if job.key not in ended]
