@@ -23,7 +23,7 @@ DATA_SET = {*CONTRACT.split(), "stock", "streams", "tokenizer"}
 STOCK = ("data_prep/stock.py",)  # imports webdataset, inside the functions that use it: the library imports torch
 # The folders of the trainer: each may import from those before it, and from the files that every part uses. The
 # commands at the top import from all of them.
-ROOMS = "model ranks data engine checkpoint monitor links convert run finetune encode plan bench runs".split()
+ROOMS = "model ranks data engine checkpoint monitor links convert run finetune encode plan profile bench runs".split()
 SHARED = ("bounds", "console", "errors", "exits", "options", "strict_yaml")
 LOOP = "trainer/run/train.py"
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_KERNEL = 400, 60, 110

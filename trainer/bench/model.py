@@ -29,6 +29,7 @@ from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.flops import model_flops
 from trainer.plan.cards import Rate
+from trainer.profile.parts import kernel_part
 
 TOKENS = 32_768
 Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # builds a forward and backward pass
@@ -36,16 +37,6 @@ MODEL_SIZES = {
     "base": ModelConfig(),
     "large": ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096),
     "1.3b": ModelConfig(layers=24, hidden=2048, heads=32, intermediate=8192),
-}
-# Substrings of kernel names by category; a kernel counts towards the first category that matches.
-KERNEL_CATEGORIES = {
-    "attention": ("attention_", "fmha", "flash", "sdpa"),
-    "LayerNorm": ("layer_norm",),
-    "GELU": ("gelu",),
-    "cross-entropy": ("cross_entropy", "nll_loss", "log_softmax"),
-    "embedding": ("embedding", "embed_"),
-    "sums of gradients": ("add_partials",),
-    "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
 }
 
 
@@ -151,11 +142,10 @@ def by_kernel(run: Callable[[], object]) -> dict[str, float]:
 
 
 def parts(run: Callable[[], object]) -> dict[str, float]:
-    """GPU milliseconds of one ``run``, by category in KERNEL_CATEGORIES, largest first."""
+    """GPU milliseconds of one ``run``, by the part that a kernel's name stands for, largest first."""
     spent: dict[str, float] = {}
     for name, ms in by_kernel(run).items():
-        fits = (part for part, marks in KERNEL_CATEGORIES.items() if any(mark in name.lower() for mark in marks))
-        part = next(fits, "rest")
+        part = kernel_part(name) or "rest"
         spent[part] = spent.get(part, 0.0) + ms
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
