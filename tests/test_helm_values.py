@@ -260,7 +260,9 @@ def test_the_network_is_the_gangs_alone(name: str) -> None:
     assert scrape == {"from": [monitoring], "ports": [{"port": 9464, "protocol": "TCP"}]}
     names = {"ports": [{"port": port, "protocol": protocol} for port in (53, 5353) for protocol in ("UDP", "TCP")]}
     values = yaml.safe_load(EXAMPLES[name].read_text(encoding="utf-8"))
-    assert policy["egress"] == [{"to": [gang]}, names, *values.get("networkPolicy", {}).get("egress", [])]
+    status = {"to": [{"namespaceSelector": {}}], "ports": [{"port": 10443, "protocol": "TCP"}]}  # of a TrainJob
+    more = [status] * (name == "trainjob") + values.get("networkPolicy", {}).get("egress", [])
+    assert policy["egress"] == [{"to": [gang]}, names, *more]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
 
 

@@ -22,6 +22,7 @@ from prometheus_client import Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.ranks import free_port
+from tests.helpers.status_server import status_server
 from trainer.checkpoint.saving import Saved
 from trainer.checkpoint.train_state import TrainState
 from trainer.data.collate import filler
@@ -452,6 +453,21 @@ def test_an_end_is_reported_and_read_before_the_endpoint_goes(tmp_path: Path, ho
     assert value(run, "ended_timestamp_seconds") == lines(tmp_path, "end")[0]["time"] > 1.6e9
     assert [value(run, "run_state", state=state) for state in STATES] == [state == how for state in STATES]
     assert value(run, "nonfinite_total", where="gradient") == (how == "failed")
+
+
+def test_a_train_job_gets_the_progress_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with status_server(tmp_path / "server") as received:
+        for name, place in zip(("URL", "CA_CERT", "TOKEN"), received.address, strict=True):
+            monkeypatch.setenv(f"KUBEFLOW_TRAINER_SERVER_{name}", place)
+        run = metrics(tmp_path)
+        run.describe(TrainState(), {})
+        received.wait(lambda got: len(got.posts) == 1)
+        train(run, 20)  # the thread pauses, so the first ten are never posted
+        run.end("stopped")
+        run.linger()
+    start, end = received.posts
+    assert (start["progressPercentage"], end["progressPercentage"]) == (0, 2)  # 160 of 8,000 samples
+    assert {"name": "step", "value": "20"} in end["metrics"]
 
 
 def test_nobody_is_waited_for_who_never_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ from trainer.monitor.metrics_log import (
 from trainer.monitor.plateau import PLATEAU_STEPS, Baseline, Plateau, announce
 from trainer.monitor.progress_line import progress_line
 from trainer.monitor.tensorboard import EventFiles
-from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, World
+from trainer.monitor.train_job import TrainJob
+from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, World, status_server
 
 _SCALARS = Output._fields[:-1]  # the moments of the hidden states come last
 
@@ -146,7 +147,8 @@ class Metrics:
             self.exporter("peak_flops").set(self._peak_flops())
             path = subject.folder / METRICS_LOG
             self._known_steps, before, self._plateau.on = past(path)
-            self._outlets = [MetricsLog(path).write, self.exporter.publish]
+            self._job = TrainJob(status_server(), subject.remaining)
+            self._outlets = [MetricsLog(path).write, self.exporter.publish, self._job.write]
             self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 
     def describe(self, state: TrainState, facts: dict[str, str], devices: Sequence[dict[str, str]] = ()) -> None:
@@ -233,6 +235,7 @@ class Metrics:
             changes = self._plateau.events(records)
             self._publish([*records, *self._notes(pending, exchanged), *changes])
             self._print(pending[-1], records)
+            self._job.progress(pending[-1].state, records)
             for change in changes:
                 tell = partial(self._say, change["step"])
                 announce(change, self.subject.model, self.subject.clipping, tell)
@@ -296,8 +299,9 @@ class Metrics:
             self._publish([{"event": "end", "time": time.time(), "spent": dict(self.spent), **facts}])
 
     def linger(self) -> None:
-        """Give Prometheus time to scrape the end of the run, if it has scraped before."""
+        """Give the TrainJob and Prometheus time to get the end of the run; Prometheus only if it has scraped before."""
         if self.world.is_main:
+            self._job.close()
             self.exporter.linger(self.config.linger_seconds)
 
     def _exchange(self) -> _Exchanged:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from trainer.monitor.metrics_log import LOSS_TASKS, Record
 
 
+def seconds_left(records: list[Record], samples: int, seconds: float) -> float:
+    """The training time left at the speed of ``records``, steps that the run has just taken.
+
+    ``samples`` and ``seconds`` are what is left: in phases that are counted in steps, and in those that end by time.
+    """
+    return samples * _mean(records, "seconds") / _mean(records, "batch") + seconds
+
+
 def progress_line(records: list[Record], rate: float, samples: int, seconds: float) -> str:
     """The line over ``records``, the steps since the one before; ``rate``: of the newest step.
 
-    ``samples`` and ``seconds`` are what the run has left: in phases that are counted in steps, and in those that end by
-    time. Losses and accuracies are means over the steps that were applied.
+    ``samples`` and ``seconds`` are what the run has left, as in `seconds_left`. Losses and accuracies are means over
+    the steps that were applied.
     """
     duration = _mean(records, "seconds")
-    left = int(samples * duration / _mean(records, "batch") + seconds)
+    left = int(seconds_left(records, samples, seconds))
     records = [record for record in records if record["applied"]] or records  # a skipped step's loss may be NaN
     tasks = [
         f"{task} {_mean(records, f'{task}_loss'):.3f} ({_mean(records, f'{task}_accuracy'):.1%})  "

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,14 @@ class World:
     def is_local_main(self) -> bool:
         """True on local rank 0 of each node, which owns the node's exporter."""
         return self.local_rank == 0
+
+
+class StatusServer(NamedTuple):
+    """The server of Kubeflow Trainer that a TrainJob's pods report to (:mod:`trainer.monitor.train_job`)."""
+
+    url: str
+    certificate: str  # path of the CA's certificate
+    token: str  # path of a file whose content changes while the run goes on
 
 
 def read_world(environ: Mapping[str, str], device: str) -> World:
@@ -172,6 +180,13 @@ def may_change() -> bool:
 def settings() -> dict[str, str]:
     """Return the environment variables that should be the same on all ranks."""
     return {name: value for name, value in os.environ.items() if name.startswith(SETTING_PREFIXES)}
+
+
+def status_server() -> StatusServer | None:
+    """Return the server that takes this run's progress, or None if this is no pod of a TrainJob that has one."""
+    names = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN")
+    found = StatusServer(*(os.environ.get(name, "") for name in names))
+    return found if found.url else None
 
 
 def join(world: World, timeout_seconds: int, facts: dict[str, str] | None = None) -> list[str]:
