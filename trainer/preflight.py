@@ -30,7 +30,7 @@ from trainer.checkpoint.changed_settings import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint, newest
 from trainer.checkpoint.saving import stuck_saves
 from trainer.checkpoint.train_state import state_of
-from trainer.console import say, warn
+from trainer.console import Tell, say, warn
 from trainer.convert.weights import fitting
 from trainer.engine.schedule import samples_in
 from trainer.errors import TrainerError
@@ -87,7 +87,7 @@ def _try_all(plan: Plan, world: World, hosts: Path | None) -> None:
             _say_phase(data)
     _say_node(world)
     _share(Path(plan.config.run.folder), world)
-    together(lambda: _foresee(plan) if world.is_main else None, world)
+    together(lambda: foresee(plan) if world.is_main else None, world)
     together(lambda: _try_port(plan.config.metrics) if world.is_local_main else None, world)
     _time_sum(world)
 
@@ -146,34 +146,34 @@ def _share(folder: Path, world: World) -> None:
             folder.rmdir()
 
 
-def _foresee(plan: Plan) -> None:
+def foresee(plan: Plan, tell: Tell = say) -> None:
     """Report what the run will find in its folder. Raises TrainerError if the run would refuse to start."""
     config, folder = plan.config, Path(plan.config.run.folder)
     require_own_folder(folder)
     for reason in stuck_saves(folder).values():
-        warn(f"no save will be able to remove {reason}")
+        warn(f"no save will be able to remove {reason}", tell)
     found, passed = newest(folder, check=state_of) if folder.is_dir() else (None, [])
     require_allowed(config, found, passed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Bert(config.model).named_parameters()}
     if found is not None:
         require_same_run(found.record, identity(plan), config.phases, found.folder)
-        say(f"the run will continue from {found.folder}")
-        _say_changes(keep_prior(plan, found, say), found)
+        tell(f"the run will continue from {found.folder}")
+        _tell_changes(keep_prior(plan, found, tell), found, tell)
     elif config.run.weights is not None:
-        fitting(Path(config.run.weights), config.model, shapes, say, plan.phases[0].loader.folder / TOKENIZER_FOLDER)
+        fitting(Path(config.run.weights), config.model, shapes, tell, plan.phases[0].loader.folder / TOKENIZER_FOLDER)
     size, free = 12 * sum(s.numel() for s in shapes.values()), shutil.disk_usage(_above(folder)).free
     if free < size:
         raise TrainerError(f"{folder}: a checkpoint takes {size >> 20:,} MiB but {free >> 20:,} are free: make room")
 
 
-def _say_changes(plan: Plan, found: Checkpoint) -> None:
+def _tell_changes(plan: Plan, found: Checkpoint, tell: Tell) -> None:
     """Report which settings changed; not the ranks and precision, since this command may run alone on another node."""
     saved, stated = Setup.of(found), plan.config.engine.precision
     precision = saved.precision if stated == "auto" else stated
     ours = Setup(to_tree(plan.config), identity(plan), precision, saved.ranks)
     if changed := since(saved, ours, state_of(found)):
-        say(f"changed since that checkpoint: {spelled(changed)}")
+        tell(f"changed since that checkpoint: {spelled(changed)}")
 
 
 def _above(folder: Path) -> Path:

@@ -134,6 +134,24 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises TrainerError that lists every problem: unknown keys (with the nearest known one), missing
     keys, wrong types, invalid values and contradictions between sections.
     """
+    tree, problems = _given(path, overrides)
+    config = _build(Config, tree, "", problems)
+    _require_none(path, problems)
+    return config  # type: ignore[no-any-return]
+
+
+def given(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys in ``path`` as plain data, with ``overrides`` but without defaults; ``load`` checks them.
+
+    Raises TrainerError if the file is no mapping, or an override cannot be applied.
+    """
+    tree, problems = _given(path, overrides)
+    _require_none(path, problems)
+    return tree
+
+
+def _given(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The mapping in a file with ``overrides``, and the problems with these."""
     try:
         tree = parse_yaml(read_text(Path(path), LARGEST_YAML_BYTES))
     except FileNotFoundError:
@@ -147,11 +165,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise TrainerError(f"{path} is not a mapping: start it with sections, for example `run:`")
     for override in overrides:
         _override(tree, override, problems)
-    config = _build(Config, tree, "", problems)
+    return tree, problems
+
+
+def _require_none(path: str | Path, problems: list[str]) -> None:
     if problems:
         noun = "problem" if len(problems) == 1 else "problems"
         raise TrainerError("\n  - ".join([f"{path}: {len(problems)} {noun}", *problems]))
-    return config  # type: ignore[no-any-return]
 
 
 def to_tree(config: Config) -> dict[str, Any]:
