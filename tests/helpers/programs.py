@@ -24,6 +24,7 @@ PACKAGES = {  # program: the package that holds it, and others that it needs and
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server libwrap0",
     "pdsh": "pdsh libgenders0",
+    "slurmctld-wlm": "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2 libhwloc15",
 }
 
 

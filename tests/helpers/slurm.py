@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launches import Site
+from tests.helpers.programs import FOLDER, SYSTEM, program
 from tests.helpers.sshd import wait_for
 
 PATIENCE = 60.0  # seconds
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 CONFIG = """
 ClusterName=lambert
 SlurmctldHost={names[0]}
@@ -51,11 +53,23 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 GPUS = "Name=gpu File={folder}/gpu[0-1]\n"  # files in place of devices: only the assignment to tasks matters here
 
 
+def fetch_slurm() -> None:
+    """Unpack Slurm if it is not installed, before hosts are booted: they find what is unpacked by then.
+
+    Skips the test if apt does not have it.
+    """
+    if any(shutil.which(name, path=SYSTEM) is None for name in PROGRAMS):
+        program("slurmctld-wlm")
+        for name in ("slurmctld", "slurmd", "slurmstepd"):  # as the packages' installation would
+            with contextlib.suppress(FileExistsError):
+                (FOLDER / "usr/sbin" / name).symlink_to(f"{name}-wlm")
+
+
 @contextlib.contextmanager
 def slurm(site: Site) -> Iterator[None]:
-    """Run Slurm until the block ends. Skips the test if Slurm is not installed; unpacking it would not be enough."""
-    for name in ("munged", "slurmctld", "slurmd", "srun"):
-        if shutil.which(name) is None:
+    """Run Slurm until the block ends. Skips the test if Slurm is neither installed nor unpacked: see `fetch_slurm`."""
+    for name in PROGRAMS:
+        if shutil.which(name, path=f"{SYSTEM}:{FOLDER}/usr/bin:{FOLDER}/usr/sbin") is None:
             pytest.skip(f"no {name} here: install slurmctld, slurmd, slurm-client and munge")
     folder, environ = site.folder, site.environ()
     names = [host.name for host in site.hosts]
