@@ -102,7 +102,7 @@ def test_a_resumed_run_lowers_its_number_only_if_it_no_longer_fits(
 ) -> None:
     """A sequence takes 1 GiB here, and 5 % of the memory stays free."""
     monkeypatch.setattr(micro_batch, "_most", lambda plan, data, ranks, room: int(0.95 * room / GIB + 1e-9))
-    monkeypatch.setattr(micro_batch, "_stored", lambda folder: {"only": before})
+    monkeypatch.setattr(micro_batch, "stored", lambda folder: {"only": before})
     assert opened(config, monkeypatch, room).config.phases[0].micro_batch == number
     assert (f"; the {before:,} of the run's checkpoint do not fit on 2 rank(s)" in capsys.readouterr().out) == (
         number != before
@@ -114,7 +114,7 @@ def test_what_the_planner_refuses_says_who_asked_it(config: Path, monkeypatch: p
     said = "^phases.0.micro_batch is auto, which asks the planner: engine.kernels is torch, but a plan knows only "
     with pytest.raises(TrainerError, match=said):
         opened(config, monkeypatch, 80 * GIB, more=torch_only)
-    monkeypatch.setattr(micro_batch, "_stored", lambda folder: {"only": 9})
+    monkeypatch.setattr(micro_batch, "stored", lambda folder: {"only": 9})
     assert opened(config, monkeypatch, 80 * GIB, more=torch_only).config.phases[0].micro_batch == 9
 
 

@@ -64,13 +64,13 @@ def _numbers(plan: Plan, ranks: int, room: Room) -> dict[str, int]:
 
     Raises TrainerError with all phases that have none.
     """
-    found, problems, stored = dict[str, int](), list[str](), _stored(Path(plan.config.run.folder))
+    found, problems, before = dict[str, int](), list[str](), stored(Path(plan.config.run.folder))
     for index, data in enumerate(plan.phases):
         if data.phase.micro_batch != AUTO:
             continue
         where = f"phases.{index}"
         try:
-            number, source = _number(plan, data, ranks, room, stored.get(data.phase.name))
+            number, source = _number(plan, data, ranks, room, before.get(data.phase.name))
         except TrainerError as error:
             problems.append(f"{where}.{error}")
             continue
@@ -95,7 +95,7 @@ def _number(plan: Plan, data: PhaseData, ranks: int, room: Room, before: int | N
     return number, source
 
 
-def _stored(folder: Path) -> dict[str, int | None]:
+def stored(folder: Path) -> dict[str, int | None]:
     """The micro-batches in the run's newest checkpoint, by the phase's name; empty if it has none."""
     found, _ = newest(folder, check=state_of) if folder.is_dir() else (None, [])
     phases = [] if found is None else found.record["config"]["phases"]
