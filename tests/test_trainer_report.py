@@ -15,10 +15,11 @@ from matplotlib.container import BarContainer
 from matplotlib.patches import Rectangle
 
 from trainer.errors import TrainerError
+from trainer.monitor.curves import smooth, smooth_logarithm, strided, thinned
 from trainer.monitor.history import History, read_history
 from trainer.monitor.metrics_log import STEP_PARTS as EXPORTED_PARTS
 from trainer.monitor.metrics_log import TIME_STATES
-from trainer.monitor.panels import PART_COLORS, smooth, smooth_logarithm, strided, thinned
+from trainer.monitor.panels import PART_COLORS
 from trainer.monitor.quantities import duration, short
 from trainer.monitor.summary import draw, summary
 from trainer.report import main

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFormatter
-from numpy.typing import NDArray
 
-from trainer.monitor.history import History, StepColumns
-
-Numbers = NDArray[np.float64]
+from trainer.monitor.curves import (
+    POINTS,
+    Numbers,
+    median_rate,
+    paced,
+    present,
+    smooth,
+    smooth_logarithm,
+    strided,
+    thinned,
+)
+from trainer.monitor.history import History
 
 INK, FAINT = "#20262e", "#6b7480"
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
@@ -36,7 +44,6 @@ STYLE = {  # for all figures about a run
     "legend.fontsize": 9,
     "lines.solid_capstyle": "round",
 }
-_POINTS = 2000  # more points than this cannot be seen in a figure
 _MANY = 60  # with more marks than this, they are drawn smaller
 _WINDOWS = 120  # number of windows in the panel of a step's time
 _STRAGGLER = 1.2  # the alert's threshold
@@ -51,49 +58,6 @@ class RunPanel:
     known: Callable[[History], bool]  # whether there is anything to draw
     draw: Callable[[Axes, History], str]  # returns the text to the right of the panel's name
     aside: float = 0.0  # inches for a legend to the right of the axes
-
-
-def smooth(values: Numbers) -> Numbers:
-    """Moving mean (rows,) over a window of 2 % of the values, which is truncated at both ends."""
-    rows, reach = np.arange(len(values)), len(values) // 100
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    first, end = np.maximum(rows - reach, 0), np.minimum(rows + reach + 1, len(values))
-    return np.asarray((sums[end] - sums[first]) / (end - first))
-
-
-def smooth_logarithm(values: Numbers) -> Numbers:
-    """`smooth` for values that span decades: on logarithms, so that a spike does not hide its neighbors."""
-    return np.exp(smooth(np.log(values))) if values.min() > 0 else smooth(values)
-
-
-def median_rate(history: History, key: str) -> float:
-    """The median over the steps of ``key`` per second; NaN if unknown."""
-    _, amounts, seconds = present(history.steps, key, "seconds")
-    timed = seconds > 0
-    return float(np.median(amounts[timed] / seconds[timed])) if timed.any() else float("nan")
-
-
-def present(columns: StepColumns, *keys: str) -> list[Numbers]:
-    """Steps and values (points,) of the rows in which all of these keys are finite."""
-    rows = np.all([np.isfinite(columns[key]) for key in keys], axis=0)
-    return [columns[key][rows] for key in ("step", *keys)]
-
-
-def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """Reduce a curve to a few thousand points: the lowest and the highest of each stretch, in order."""
-    if len(x) <= 2 * _POINTS:
-        return x, y
-    kept: set[int] = set()
-    for stretch in np.array_split(np.arange(len(x)), _POINTS):
-        kept |= {int(stretch[y[stretch].argmin()]), int(stretch[y[stretch].argmax()])}
-    rows = sorted(kept)
-    return x[rows], y[rows]
-
-
-def strided(*columns: Numbers) -> list[Numbers]:
-    """Reduce smooth curves to a few thousand evenly spaced rows."""
-    rows = np.linspace(0, len(columns[0]) - 1, min(len(columns[0]), _POINTS)).astype(int)
-    return [column[rows] for column in columns]
 
 
 def number(value: float) -> str:
@@ -205,7 +169,7 @@ def _skipped(axes: Axes, history: History) -> None:
 def _rug(axes: Axes, x: Numbers, color: str, height: float, label: str) -> None:
     """Draw a tick at each of these steps, near the bottom."""
     if len(x):
-        x = np.unique(np.round(x / (x.max() or 1), 3)) * x.max() if len(x) > _POINTS else x
+        x = np.unique(np.round(x / (x.max() or 1), 3)) * x.max() if len(x) > POINTS else x
         height_of_axes = axes.get_xaxis_transform()
         axes.plot(x, np.full(len(x), height), "|", color=color, transform=height_of_axes, label=label, markersize=9)
         axes.legend(loc="upper right", ncols=2)
@@ -215,18 +179,12 @@ def _rug(axes: Axes, x: Numbers, color: str, height: float, label: str) -> None:
 
 
 def _throughput(axes: Axes, history: History) -> str:
-    x, tokens, seconds = _paced(history)
+    x, tokens, seconds = paced(history)
     axes.plot(*thinned(x, tokens / seconds), color=BLUE, alpha=0.25, linewidth=0.8)
     axes.plot(*thinned(x, smooth(tokens) / smooth(seconds)), color=BLUE, linewidth=1.8)
     axes.set_ylim(0, 1.15 * float(np.percentile(tokens / seconds, 99)))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     return f"median {median_rate(history, 'tokens'):,.0f}"
-
-
-def _paced(history: History) -> list[Numbers]:
-    """Steps, tokens and seconds, of the steps with a measured time."""
-    x, tokens, seconds = present(history.steps, "tokens", "seconds")
-    return [column[seconds > 0] for column in (x, tokens, seconds)]
 
 
 def _split(axes: Axes, history: History) -> str:
@@ -322,7 +280,7 @@ PANEL_ROWS = (
         RunPanel("variance over tokens", "share, last layer", _has("token_variance"), _variance),
     ),
     (
-        RunPanel("throughput", "valid tokens per second", lambda history: len(_paced(history)[0]) > 0, _throughput),
+        RunPanel("throughput", "valid tokens per second", lambda history: len(paced(history)[0]) > 0, _throughput),
         RunPanel("a step's time", "share of the ranks' time", _has(*PART_COLORS), _split, aside=1.25),
         RunPanel("rank skew", "compute over its mean", _many_ranks, _skew),
         RunPanel("checkpoints", "seconds", _saved, _saving),

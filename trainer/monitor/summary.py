@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from trainer.monitor.curves import median_rate, present
 from trainer.monitor.history import History
 from trainer.monitor.metrics_log import LOSS_TASKS
 from trainer.monitor.panels import (
@@ -26,9 +27,7 @@ from trainer.monitor.panels import (
     RED,
     SKY,
     RunPanel,
-    median_rate,
     number,
-    present,
 )
 from trainer.monitor.quantities import duration, short
 from trainer.monitor.references import Reference

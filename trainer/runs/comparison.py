@@ -17,6 +17,7 @@ from matplotlib.ticker import EngFormatter
 from data_prep.atomic import replacing
 from trainer.checkpoint.changed_settings import differing, setting
 from trainer.errors import TrainerError
+from trainer.monitor.curves import median_rate, present, smooth, thinned
 from trainer.monitor.history import History, read_history
 from trainer.monitor.panels import (
     BLUE,
@@ -27,10 +28,6 @@ from trainer.monitor.panels import (
     SKY,
     STYLE,
     VIOLET,
-    median_rate,
-    present,
-    smooth,
-    thinned,
 )
 from trainer.monitor.quantities import duration, short
 from trainer.runs.status import RunStatus, read_config, read_status
