@@ -47,14 +47,35 @@ def paced(history: History) -> list[Numbers]:
     return [column[seconds > 0] for column in (x, tokens, seconds)]
 
 
-def thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """Reduce a curve to a few thousand points: the lowest and the highest of each stretch, in order."""
-    if len(x) <= 2 * POINTS:
+def throughput(history: History) -> list[Numbers]:
+    """Steps, tokens per second, and smoothed tokens per second."""
+    x, tokens, seconds = paced(history)
+    return [x, tokens / seconds, smooth(tokens) / smooth(seconds)]
+
+
+def skew(history: History) -> list[Numbers]:
+    """Steps, and the compute time of the fastest and the slowest rank over the mean of the ranks."""
+    x, least, mean, most = present(history.ranks, "compute_min", "compute_mean", "compute_max")
+    return [x, least / mean, most / mean]
+
+
+def slowest_ranks(history: History) -> dict[int, float]:
+    """The ranks that were the slowest, the most frequent first, and in which share of the measurements."""
+    _, slowest = present(history.ranks, "slowest")
+    ranks, times = np.unique(slowest, return_counts=True)
+    order = np.argsort(-times, kind="stable")
+    return {int(ranks[row]): float(times[row] / times.sum()) for row in order}
+
+
+def thinned(x: Numbers, y: Numbers, points: int = POINTS) -> tuple[Numbers, Numbers]:
+    """Reduce a curve to twice as many points: the lowest and the highest of each of ``points`` stretches, in order."""
+    if len(x) <= 2 * points:
         return x, y
-    kept: set[int] = set()
-    for stretch in np.array_split(np.arange(len(x)), POINTS):
-        kept |= {int(stretch[y[stretch].argmin()]), int(stretch[y[stretch].argmax()])}
-    rows = sorted(kept)
+    size, longer = divmod(len(x), points)  # as np.array_split cuts them: the first ``longer`` have one row more
+    border = longer * (size + 1)
+    parts = np.arange(border).reshape(longer, size + 1), np.arange(border, len(x)).reshape(-1, size)
+    found = [part[np.arange(len(part)), pick] for part in parts for pick in (y[part].argmin(1), y[part].argmax(1))]
+    rows = np.unique(np.concatenate(found))
     return x[rows], y[rows]
 
 

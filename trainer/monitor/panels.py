@@ -15,10 +15,13 @@ from trainer.monitor.curves import (
     median_rate,
     paced,
     present,
+    skew,
+    slowest_ranks,
     smooth,
     smooth_logarithm,
     strided,
     thinned,
+    throughput,
 )
 from trainer.monitor.history import History
 
@@ -179,10 +182,9 @@ def _rug(axes: Axes, x: Numbers, color: str, height: float, label: str) -> None:
 
 
 def _throughput(axes: Axes, history: History) -> str:
-    x, tokens, seconds = paced(history)
-    axes.plot(*thinned(x, tokens / seconds), color=BLUE, alpha=0.25, linewidth=0.8)
-    axes.plot(*thinned(x, smooth(tokens) / smooth(seconds)), color=BLUE, linewidth=1.8)
-    axes.set_ylim(0, 1.15 * float(np.percentile(tokens / seconds, 99)))
+    x, rate, bold = throughput(history)
+    _line(axes, x, rate, bold)
+    axes.set_ylim(0, 1.15 * float(np.percentile(rate, 99)))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     return f"median {median_rate(history, 'tokens'):,.0f}"
 
@@ -210,17 +212,15 @@ def _name_layers(axes: Axes, shares: Sequence[float]) -> None:
 
 
 def _skew(axes: Axes, history: History) -> str:
-    x, least, mean, most = present(history.ranks, "compute_min", "compute_mean", "compute_max")
-    least, most = least / mean, most / mean
+    x, least, most = skew(history)
     at, low, high = strided(x, smooth(least), smooth(most))
     axes.fill_between(at, low, high, color=SKY, alpha=0.3, linewidth=0, label="fastest to slowest")
     _line(axes, x, most, bold := smooth(most), "slowest")
     axes.axhline(_STRAGGLER, color=ORANGE, linestyle="--", linewidth=1.2, label=f"straggler: {_STRAGGLER}")
     axes.set_ylim(min(0.9, float(np.percentile(least, 2))), max(1.35, 1.1 * float(np.percentile(most, 99))))
     axes.legend(loc="upper center", ncols=3)
-    ranks, times = np.unique(history.ranks["slowest"], return_counts=True)
-    often = f"   rank {ranks[times.argmax()]:.0f} most often ({times.max() / times.sum():.0%})"
-    return f"now {bold[-1]:.2f}{often}"
+    often = [f"   rank {rank} most often ({share:.0%})" for rank, share in slowest_ranks(history).items()]
+    return f"now {bold[-1]:.2f}{''.join(often[:1])}"
 
 
 def _saving(axes: Axes, history: History) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from trainer.monitor.curves import median_rate, present
-from trainer.monitor.history import History
+from trainer.monitor.history import History, StepColumns
 from trainer.monitor.metrics_log import LOSS_TASKS
 from trainer.monitor.panels import (
     BLUE,
@@ -32,7 +32,7 @@ from trainer.monitor.panels import (
 from trainer.monitor.quantities import duration, short
 from trainer.monitor.references import Reference
 
-_STATES = {
+TIME_COLORS = {
     "productive": GREEN,
     "rework": "#c46210",
     "skipped": RED,
@@ -81,24 +81,45 @@ def _restarts(history: History) -> str:
 def _heldout(history: History) -> dict[str, str]:
     if not len(history.heldout["step"]):
         return {}
-    last = {key: column[-1] for key, column in history.heldout.items()}
+    [*_, last] = records(history.heldout)
+    return {"held out": f"{evaluated(last)} (step {last['step']:,.0f})"}
+
+
+def records(columns: StepColumns) -> Iterator[dict[str, float]]:
+    """The rows of a table, in order, each by key."""
+    return (dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True))
+
+
+def evaluated(row: Mapping[str, float]) -> str:
+    """The held-out losses and accuracies of an evaluation."""
     tasks = [
-        f"{task.upper()} loss {last[f'{task}_loss']:.3f}, accuracy {last[f'{task}_accuracy']:.1%}"
+        f"{task.upper()} loss {row[f'{task}_loss']:.3f}, accuracy {row[f'{task}_accuracy']:.1%}"
         for task in LOSS_TASKS
-        if np.isfinite(last[f"{task}_loss"])
+        if np.isfinite(row[f"{task}_loss"])
     ]
-    return {"held out": f"{'; '.join(tasks)} (step {last['step']:,.0f})"}
+    return "; ".join(tasks)
+
+
+def saved(row: Mapping[str, float]) -> str:
+    """The size of a checkpoint, and the time that it took."""
+    size, seconds, stall = (row[key] for key in ("bytes", "seconds", "stall_seconds"))
+    return f"{size / 1e6:,.1f} MB in {seconds:.2f} s, training stalled for {stall:.2f} s"
 
 
 def _plateau(history: History) -> dict[str, str]:
     """Whether the run is on the unigram plateau, or was; empty if it never was."""
     if not len(history.plateaus["step"]):
         return {}
-    last = {key: column[-1] for key, column in history.plateaus.items()}
-    losses = f"MLM loss {last['mlm_loss']:.2f}, word frequencies alone {last['unigram_loss']:.2f}"
-    what = "found on the unigram plateau at" if last["on"] else "left the unigram plateau before"
-    measured = f"{losses}, variance over tokens {last['token_variance']:.1%}"
-    return {"plateau": f"{what} step {last['step']:,.0f} ({measured})"}
+    [*_, last] = records(history.plateaus)
+    return {"plateau": judged(last)}
+
+
+def judged(row: Mapping[str, float]) -> str:
+    """What was found about the unigram plateau, and from which numbers."""
+    losses = f"MLM loss {row['mlm_loss']:.2f}, word frequencies alone {row['unigram_loss']:.2f}"
+    what = "found on the unigram plateau at" if row["on"] else "left the unigram plateau before"
+    measured = f"{losses}, variance over tokens {row['token_variance']:.1%}"
+    return f"{what} step {row['step']:,.0f} ({measured})"
 
 
 def _guard(history: History) -> dict[str, str]:
@@ -118,9 +139,8 @@ def _checkpoints(history: History) -> dict[str, str]:
         return {}
     text = f"{len(done['step']):,}" + (f" and {failed:,} failed" if failed else "")
     if len(done["step"]):
-        size, seconds, stall = (done[key][-1] for key in ("bytes", "seconds", "stall_seconds"))
-        text += f", the last of step {done['step'][-1]:,.0f}: {size / 1e6:,.1f} MB in {seconds:.2f} s"
-        text += f", training stalled for {stall:.2f} s"
+        [*_, last] = records(done)
+        text += f", the last of step {last['step']:,.0f}: {saved(last)}"
     return {"checkpoints": text}
 
 
@@ -176,7 +196,7 @@ def _head(axes: Axes, history: History, title: str) -> None:
     marks = [text for text, known in _MARKS.items() if known(history)]
     axes.text(0, 0.42, "   ·   ".join(filter(None, (title, history.end[:100]))), fontsize=10, color=FAINT, va="top")
     axes.text(0, 0.1, "   ·   ".join([*facts, *marks]), fontsize=10, color=FAINT, va="top")
-    for place, (name, value) in enumerate(reversed(_key_metrics(history).items())):
+    for place, (name, value) in enumerate(reversed(key_metrics(history).items())):
         x = _WIDTH - _LEFT - _RIGHT - 1.75 * place
         axes.text(x, 1, value, fontsize=19, ha="right", va="top")
         axes.text(x, 0.5, name, fontsize=10, color=FAINT, ha="right", va="top")
@@ -186,7 +206,7 @@ def _spaced(value: str) -> str:
     return f"{int(value):,}" if value.isdecimal() else value
 
 
-def _key_metrics(history: History) -> dict[str, str]:
+def key_metrics(history: History) -> dict[str, str]:
     """The key metrics, by name."""
     steps = history.steps
     out = {"steps": f"{steps['step'][-1]:,.0f}", "restarts": f"{len(history.restarts)}"}
@@ -228,17 +248,22 @@ def _references(axes: Axes, references: Sequence[Reference]) -> None:
         axes.text(0.01, each.high, text, transform=at, va="bottom", fontsize=8.5, color=INK)
 
 
+def time_spent(history: History) -> dict[str, float]:
+    """Seconds of the run's wall time, by what they went into, in the order of TIME_COLORS."""
+    return {state: {**history.spent, "down": history.down}.get(state, 0.0) for state in TIME_COLORS}
+
+
 def _time(axes: Axes, history: History) -> None:
     """Draw one bar that shows where the wall time went."""
     assert history.wall is not None
-    spent = {state: {**history.spent, "down": history.down}.get(state, 0.0) for state in _STATES}
+    spent = time_spent(history)
     whole = sum(spent.values())
     edges = np.cumsum([0.0, *spent.values()]) / whole
     for (state, seconds), (left, right) in zip(spent.items(), pairwise(edges), strict=True):
         if not seconds:
             continue
         label = f"{state} {duration(seconds)} ({seconds / whole:.1%})"
-        axes.barh(0, right - left, 1, left=left, color=_STATES[state], edgecolor="white", label=label)
+        axes.barh(0, right - left, 1, left=left, color=TIME_COLORS[state], edgecolor="white", label=label)
         color, text = (INK if state == "down" else "white"), f"{state} {seconds / whole:.0%}"
         if right - left > 0.005 * len(text):
             axes.text((left + right) / 2, 0, text, color=color, ha="center", va="center")
@@ -246,4 +271,4 @@ def _time(axes: Axes, history: History) -> None:
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.5, 0.5)
     axes.set_axis_off()
-    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.05), ncols=len(_STATES), borderaxespad=0.2, borderpad=0)
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.05), ncols=len(TIME_COLORS), borderaxespad=0.2, borderpad=0)
