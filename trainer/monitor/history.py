@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +18,16 @@ from numpy.typing import NDArray
 from data_prep.json_text import shown
 from trainer.bounds import MOST_STEPS
 from trainer.errors import TrainerError
-from trainer.monitor.metrics_log import LOSS_TASKS, METRICS_LOG, STEP_PARTS, Record, lines, skimmed
+from trainer.monitor.metrics_log import (
+    LONGEST_LINE,
+    LOSS_TASKS,
+    METRICS_LOG,
+    STEP_PARTS,
+    Record,
+    lines,
+    parsed,
+    skimmed,
+)
 
 StepColumns = dict[str, NDArray[np.float64]]
 
@@ -28,6 +40,7 @@ _STEP = (
 _RANKS = ("step", *STEP_PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
 _CHECKPOINT = ("step", "time", "seconds", "stall_seconds", "bytes")
 _PLATEAU = ("step", "on", "mlm_loss", "unigram_loss", "token_variance")
+_CLOCK = ("step", "seconds", "rank_seconds")
 
 
 class StepTable:
@@ -73,6 +86,7 @@ class History:
     wall: float | None = None  # seconds from the run's start to its last line
     seen: float | None = None  # Unix time of its last line
     rank_seconds: float = 0.0  # seconds of all attempts, each times its number of ranks
+    clock: StepColumns = field(default_factory=dict)  # at some steps: `spent` in all, and `rank_seconds`, until then
 
     @property
     def down(self) -> float:
@@ -99,26 +113,67 @@ def read_history(folder: Path) -> History:
 def skim_history(folder: Path, newest: int) -> History:
     """The history without most steps, of which there may be none; it takes a seventh of the time.
 
-    Of the skipped steps and of the rows of steps and ranks, only some are in it, among them the ``newest`` steps and
-    the last row of ranks. Until the first step after a rollback, its last step may be one before the rollback's. All
-    else is exact. Raises TrainerError as `read_history` does.
+    Of the skipped steps and of the rows of steps, ranks and the clock, only some are in it, among them the ``newest``
+    steps and the last row of ranks. Until the first step after a rollback, its last step may be one before the
+    rollback's. All else is exact. Raises TrainerError as `read_history` does.
     """
     return _read(folder, partial(skimmed, newest=newest))
 
 
 def _read(folder: Path, records: Callable[[Path], Iterator[Record]]) -> History:
-    path = folder / METRICS_LOG
-    if not path.is_file():
-        raise TrainerError(f"no {METRICS_LOG} in {folder}: name the folder of a run")
     reader = _Reader()
-    try:
+    with _explained(folder) as path:
         for record in records(path):
             reader.read(record)
         return reader.history()
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[Path]:
+    """Lend a run's metrics log; what goes wrong with it becomes a TrainerError."""
+    path = folder / METRICS_LOG
+    if not path.is_file():
+        raise TrainerError(f"no {METRICS_LOG} in {folder}: name the folder of a run")
+    try:
+        yield path
     except OSError as error:
         raise TrainerError(f"{path} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise TrainerError(f"{path} contains an invalid record ({shown(error)}): name the folder of a run") from None
+
+
+class Follower:
+    """The history of a run that may go on: each call of `read` takes in only the lines that were added."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.place, self.size = 0, 0  # bytes of the metrics log that were read, and that it has
+        self._reader, self._file = _Reader(), 0
+
+    def read(self, until: float) -> bool:
+        """Read until ``time.monotonic()`` is ``until``. Return whether all whole lines have been read.
+
+        A metrics log that was replaced is read from its start. Raises TrainerError, as will the next call, if the file
+        is missing, cannot be read, or contains an invalid record.
+        """
+        with _explained(self.folder) as path, path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._file or status.st_size < self.place:
+                self._reader, self.place, self._file = _Reader(), 0, status.st_ino
+            self.size = status.st_size
+            file.seek(self.place)
+            while time.monotonic() < until:
+                line = file.readline(LONGEST_LINE)
+                if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # the end, or a line that is being written
+                    return True
+                if (record := parsed(line.decode(errors="replace"))) is not None:
+                    self._reader.read(record)
+                self.place += len(line)
+            return False
+
+    def history(self) -> History:
+        """The history of what was read so far; it may contain no step."""
+        return self._reader.history()
 
 
 class _Reader:
@@ -127,7 +182,7 @@ class _Reader:
     def __init__(self) -> None:
         self.steps, self._heldout, self._ranks = StepTable(_STEP), StepTable(("step", *_METRICS)), StepTable(_RANKS)
         self._checkpoints, self._failed = StepTable(_CHECKPOINT), StepTable(_CHECKPOINT)
-        self._plateaus = StepTable(_PLATEAU)
+        self._plateaus, self._clock = StepTable(_PLATEAU), StepTable(_CLOCK)
         self._plain = {"heldout": self._heldout, "checkpoint": self._checkpoints, "checkpoint_failed": self._failed}
         self._plain["plateau"] = self._plateaus
         self._skipped: list[int] = []
@@ -135,6 +190,7 @@ class _Reader:
         self._guard: list[tuple[int, str, str]] = []
         self._attempts: list[dict[str, float]] = []  # the time spent by each, from its last record
         self._sizes: list[int] = []  # the number of ranks of each
+        self._before = 0.0, 0.0  # seconds, and seconds times ranks, of all attempts but the last
         self._facts: dict[str, str] = {}
         self._end = ""
         self._times: list[float] = []  # of the first and the last record
@@ -148,7 +204,8 @@ class _Reader:
         if "time" in record:
             self._times = [*self._times[:1], float(record["time"])]
         if "spent" in record:
-            self._attempts = [*self._attempts[:-1], {k: float(v) for k, v in record["spent"].items()}]
+            self._attempts[-1:] = [{k: float(v) for k, v in record["spent"].items()}]
+            self._tick(record.get("step"))
         match record.get("event"):
             case "step":
                 self._step(record)
@@ -160,10 +217,18 @@ class _Reader:
             case _:
                 self._turn(record)
 
+    def _tick(self, step: int | None) -> None:
+        """Note the time that was spent until a step, if it is known."""
+        if step is not None:
+            seconds, ranks = sum(self._attempts[-1].values()), self._sizes[-1] if self._sizes else 0
+            total = {"seconds": self._before[0] + seconds, "rank_seconds": self._before[1] + ranks * seconds}
+            self._clock.add({"step": step, **total})
+
     def _turn(self, record: Record) -> None:
         """Take a record about how the run began, ended, or was guarded."""
         match record.get("event"):
             case "attempt":
+                self._before = self._seconds()
                 self._attempts.append({})
                 self._sizes.append(self._sizes[-1] if self._sizes else 1)
                 self._end, self._again = "", self._begun
@@ -194,9 +259,14 @@ class _Reader:
     def _cut(self, step: int) -> None:
         """Forget the steps after ``step``: the run takes them again."""
         self._last = step
-        for table in (self.steps, self._heldout, self._ranks):
+        for table in (self.steps, self._heldout, self._ranks, self._clock):
             table.cut(step)
         del self._skipped[bisect_left(self._skipped, step) :]
+
+    def _seconds(self) -> tuple[float, float]:
+        """Seconds of all attempts, and the same times their ranks; old logs know neither."""
+        totals = [sum(attempt.values()) for attempt in self._attempts]
+        return sum(totals), sum(size * total for size, total in zip(self._sizes, totals, strict=False))
 
     def history(self) -> History:
         """The history of all records taken so far."""
@@ -204,7 +274,6 @@ class _Reader:
         for attempt in self._attempts:
             for on, seconds in attempt.items():
                 spent[on] = spent.get(on, 0.0) + seconds
-        ranks = zip(self._attempts, self._sizes, strict=False)  # old logs know neither
         begun = self._attempts[0].get("start", 0.0) if self._attempts else 0.0  # known only once it has started
         return History(
             steps=self.steps.columns(),
@@ -221,5 +290,6 @@ class _Reader:
             spent=spent,
             wall=self._times[-1] - self._times[0] + begun if len(self._times) > 1 else None,
             seen=self._times[-1] if self._times else None,
-            rank_seconds=sum(size * sum(attempt.values()) for attempt, size in ranks),
+            rank_seconds=self._seconds()[1],
+            clock=self._clock.columns(),
         )

@@ -22,7 +22,7 @@ TIME_STATES = ("start", "productive", "rework", "skipped", "data", "checkpoint",
 STEP_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
 LOSS_TASKS = ("mlm", "nsp")
 _STEP = re.compile(rb'"step": (\d{1,15})(?!\d)')
-_LONGEST = 1 << 20  # bytes of a line; ours have a few hundred
+LONGEST_LINE = 1 << 20  # bytes of a line; ours have a few hundred
 _ATTEMPT, _START, _ROLLBACK, _STEP_EVENT, _PLATEAU = (
     f'{{"event": "{event}"'.encode() for event in ("attempt", "start", "rollback", "step", "plateau")
 )
@@ -64,8 +64,8 @@ def lines(path: Path) -> Iterator[Record]:
     Raises OSError if the file cannot be read.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in iter(partial(file.readline, _LONGEST), ""):  # a longer line is not ours and arrives in pieces
-            if (record := _parsed(line)) is not None:
+        for line in iter(partial(file.readline, LONGEST_LINE), ""):  # a longer line is not ours and arrives in pieces
+            if (record := parsed(line)) is not None:
                 yield record
 
 
@@ -80,7 +80,7 @@ def skimmed(path: Path, newest: int) -> Iterator[Record]:
     last: dict[bytes, tuple[int, bytes]] = {}  # of each kind, since the last other record or repetition
     before = 0
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, _LONGEST), b"")):
+        for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b"")):
             if not line.startswith(b'{"event": "'):
                 continue
             kind = line[: line.find(b",")]
@@ -97,11 +97,11 @@ def skimmed(path: Path, newest: int) -> Iterator[Record]:
                 steps.append((number, line))
     kept.update([*last.values(), *steps])
     for number in sorted(kept):
-        if (record := _parsed(kept[number].decode(errors="replace"))) is not None:
+        if (record := parsed(kept[number].decode(errors="replace"))) is not None:
             yield record
 
 
-def _parsed(line: str) -> Record | None:
+def parsed(line: str) -> Record | None:
     """The JSON object on a line, or None if there is none."""
     try:
         record = parse_json(line)
@@ -123,12 +123,12 @@ def newest_steps(path: Path, count: int, last: int) -> list[Record]:
     kept = deque[bytes](maxlen=count)
     if path.exists():
         with path.open("rb") as file:
-            for line in iter(partial(file.readline, _LONGEST), b""):
+            for line in iter(partial(file.readline, LONGEST_LINE), b""):
                 if line.startswith(_STEP_EVENT) and _step_of(line) <= last:
                     kept.append(line)
                 while line.startswith((_START, _ROLLBACK)) and kept and _step_of(kept[-1]) > _step_of(line):
                     kept.pop()
-    return [record for line in kept if (record := _parsed(line.decode(errors="replace"))) is not None]
+    return [record for line in kept if (record := parsed(line.decode(errors="replace"))) is not None]
 
 
 def past(path: Path) -> tuple[int, int, bool]:
@@ -139,7 +139,7 @@ def past(path: Path) -> tuple[int, int, bool]:
     highest, attempts, plateau = 0, 0, False
     if path.exists():
         with path.open("rb") as file:
-            for line in iter(partial(file.readline, _LONGEST), b""):
+            for line in iter(partial(file.readline, LONGEST_LINE), b""):
                 attempts += line.startswith(_ATTEMPT)
                 highest = max(highest, _step_of(line))
                 if line.startswith(_PLATEAU):
