@@ -513,7 +513,7 @@ def test_a_folder_that_cannot_be_written_takes_one_line(
     def refuse(folder: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("trainer.runs.__main__.request", refuse)
+    monkeypatch.setattr("trainer.runs.stopping.request", refuse)
     assert main(["stop", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"trainer.runs: error: {tmp_path} cannot be written: Permission denied\n"
 

@@ -24,10 +24,9 @@ from trainer.console import complain, print_result
 from trainer.errors import TrainerError, exit_code
 from trainer.exits import INTERRUPTED
 from trainer.monitor.metrics_log import METRICS_LOG
-from trainer.run.lock import held
-from trainer.run.stop_request import request
-from trainer.runs.status import LIVE, RunStatus, find_runs, in_order, read_status
-from trainer.runs.table import clipped, printable, table
+from trainer.runs.status import RunStatus, find_runs, in_order, read_status
+from trainer.runs.stopping import ask_to_stop
+from trainer.runs.table import clipped, table
 
 RUNS = Path("runs")  # where runs are looked for, unless the command says otherwise
 HOME, REST_OF_LINE, REST_OF_SCREEN, CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"  # a terminal's own commands
@@ -121,17 +120,7 @@ def _stop(words: list[str]) -> None:
     _add_below(parser)
     options = parser.parse_args(words)
     [folder] = _chosen([options.run], options.below)
-    run = read_status(folder, time.time())
-    if run.state not in LIVE and not (run.state == "unreadable" and held(folder)):
-        reason = f" ({run.reason})" if run.reason else ""
-        raise TrainerError(printable(f"{run.name} is not running: its state is {run.state}{reason}"))
-    try:
-        request(folder)
-    except OSError as error:
-        raise TrainerError(f"{folder} cannot be written: {error.strerror}") from None
-    silent = " (it has written nothing for a long time and may not respond)" if run.state == "silent" else ""
-    what = "it will save at its next logged step and end with exit code 75"
-    print_result(printable(f"asked {run.name} ({folder}) to stop: {what}{silent}"))
+    print_result(ask_to_stop(folder, time.time()))
 
 
 def _compare(words: list[str]) -> None:

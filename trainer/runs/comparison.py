@@ -53,27 +53,34 @@ def compare(folders: Sequence[Path], now: float, picture: Path | None) -> list[s
 
     Raises TrainerError if a journal has no step or cannot be read, or if the picture cannot be written.
     """
-    histories = [read_history(folder) for folder in folders]
-    statuses = [read_status(folder, now) for folder in folders]
-    names = [clipped(status.name, LONGEST_NAME) for status in statuses]
-    labels = names if len(set(names)) == len(names) else [status.folder for status in statuses]
-    runs = [
-        Compared(printable(label), read_config(folder), history, status)
-        for label, folder, history, status in zip(labels, folders, histories, statuses, strict=True)
-    ]
-    parts = {
-        "settings": _different([run.config for run in runs]),
-        "ran with": _different([run.history.facts for run in runs]),
-        "results": _results(runs),
-    }
+    runs = labeled([(folder, read_history(folder), read_status(folder, now)) for folder in folders])
     blocks = [[f"no readable config.yaml in {run.status.folder}" for run in runs if not run.config]]
-    for name, rows in parts.items():
+    for name, rows in differences(runs).items():
         columns = {name: list(rows)} | {run.label: [row[at] for row in rows.values()] for at, run in enumerate(runs)}
         blocks.append(aligned(columns, [name]) if rows else [f"{name}: no difference"])
     if picture is not None:
         _draw(runs, picture)
         blocks.append([str(picture)])
     return [line.rstrip() for block in filter(None, blocks) for line in ("", *block)][1:]
+
+
+def labeled(runs: Sequence[tuple[Path, History, RunStatus]]) -> list[Compared]:
+    """The runs with their configurations; if two have one name, each is labeled with its folder."""
+    names = [clipped(status.name, LONGEST_NAME) for _, _, status in runs]
+    labels = names if len(set(names)) == len(names) else [status.folder for _, _, status in runs]
+    return [
+        Compared(printable(label), read_config(folder), history, status)
+        for label, (folder, history, status) in zip(labels, runs, strict=True)
+    ]
+
+
+def differences(runs: Sequence[Compared]) -> dict[str, dict[str, list[str]]]:
+    """Tables of what differs between the runs: by its name, a row of each run's value as text."""
+    return {
+        "settings": _different([run.config for run in runs]),
+        "ran with": _different([run.history.facts for run in runs]),
+        "results": _results(runs),
+    }
 
 
 def _different(trees: Sequence[dict[str, Any]]) -> dict[str, list[str]]:

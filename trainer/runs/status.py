@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,18 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-def read_status(folder: Path, now: float, price: float | None = None) -> RunStatus:
+def skim(folder: Path) -> History:
+    """As much of a run's history as its status needs. Raises TrainerError as `skim_history` does."""
+    return skim_history(folder, RECENT_STEPS)
+
+
+def read_status(
+    folder: Path, now: float, price: float | None = None, read: Callable[[Path], History] = skim
+) -> RunStatus:
     """The status of the run in ``folder`` at the Unix time ``now``. Bad files make its state unreadable."""
     name = folder.absolute().name  # "." has none
     try:
-        history = skim_history(folder, RECENT_STEPS)
+        history = read(folder)
     except TrainerError as error:
         return RunStatus(name, str(folder), "unreadable", str(error))
     if history.seen is None and not (history.end or len(history.steps["step"])):

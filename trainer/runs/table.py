@@ -36,7 +36,8 @@ def table(runs: Sequence[RunStatus], now: float, width: int | None = None) -> li
 
     A column without a value is left out. ``now``: Unix time in seconds.
     """
-    columns = {name: [printable(cell(run, now)) for run in runs] for name, cell in _COLUMNS.items()}
+    rows = [cells(run, now) for run in runs]
+    columns = {name: [row[name] for row in rows] for name in _COLUMNS}
     columns = {name: cells for name, cells in columns.items() if name in ("run", "state", "step") or any(cells)}
     for name in _FIRST_TO_GO:
         if width is not None and max(text_width(line.rstrip()) for line in aligned(columns, _LEFT_ALIGNED)) > width:
@@ -46,6 +47,11 @@ def table(runs: Sequence[RunStatus], now: float, width: int | None = None) -> li
     notes = [f"{label}: {run.state}: {run.reason}" for run, label in zip(runs, labels, strict=True) if run.reason]
     lines = [*aligned(columns, _LEFT_ALIGNED), *map(printable, notes)]
     return [(line if width is None else clipped(line, width)).rstrip() for line in lines]
+
+
+def cells(run: RunStatus, now: float) -> dict[str, str]:
+    """The run's cell in each column; empty if the value is unknown."""
+    return {name: printable(cell(run, now)) for name, cell in _COLUMNS.items()}
 
 
 def aligned(columns: dict[str, list[str]], left: Sequence[str]) -> list[str]:
