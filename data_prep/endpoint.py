@@ -1,4 +1,4 @@
-"""An HTTP endpoint for Prometheus, bounded so that no client can harm the program behind it.
+"""An HTTP endpoint for Prometheus and for the page of runs, bounded so that no client can harm the program behind it.
 
 One thread serves every connection. It limits the number of open connections, the size of a request, the lifetime of a
 connection and the number accepted per second. A client that floods the port costs scrapes, but no file descriptors,
@@ -61,7 +61,7 @@ class Endpoint:
     def __init__(self, port: int, address: str, application: Application) -> None:
         self.application = application
         self._listener = listen(port, address)
-        self.port: int = self._listener.getsockname()[1]
+        self.address, self.port = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
@@ -150,7 +150,7 @@ def respond(head: str, application: Application) -> bytes:
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
     environ |= {
         f"HTTP_{name.upper().replace('-', '_')}": headers[name]
-        for name in ("accept", "accept-encoding")
+        for name in ("accept", "accept-encoding", "authorization", "host", "origin")
         if name in headers
     }
     started: list[Any] = []

@@ -1,6 +1,7 @@
 """Draw a run's metrics.jsonl as ``report.png`` and print a summary: ``python -m trainer.report RUN_FOLDER``.
 
-This is the command; the panels are drawn in :mod:`trainer.monitor.panels`, and the summary comes from
+With ``--html FILE``, it writes the page that ``python -m trainer.runs --serve`` shows, as one file. This is the
+command; the panels are drawn in :mod:`trainer.monitor.panels`, and the summary comes from
 :mod:`trainer.monitor.summary`. Published results of the same model (:mod:`trainer.monitor.references`) are shown for
 comparison.
 """
@@ -9,20 +10,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from matplotlib import rc_context
 
 from data_prep.atomic import replacing
-from data_prep.options import CommandParser
+from data_prep.errors import DataError
+from data_prep.options import CommandParser, check_place
 from trainer.console import complain, print_result
 from trainer.errors import TrainerError, exit_code
-from trainer.monitor.history import read_history
+from trainer.monitor.history import History, read_history
 from trainer.monitor.panels import (
     STYLE,
 )
 from trainer.monitor.references import fitting
 from trainer.monitor.summary import draw, published, summary
+from trainer.runs.status import read_status
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,22 +38,38 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--references", action=argparse.BooleanOptionalAction, default=True, help="compare with published results (on)"
     )
+    text = "write a page for a browser, which needs no other file, instead of the picture"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(arguments)
-    folder, path = options.folder, options.folder / "report.png"
+    folder, path = options.folder, options.html or options.folder / "report.png"
     try:
+        if options.html is not None:
+            check_place("--html", path, ".html")
         history = read_history(folder)
         references = fitting(folder) if options.references else []
-        with rc_context(STYLE), replacing(path) as file:
-            draw(history, str(folder), references).savefig(file, dpi=100, format="png")
+        if options.html is not None:
+            _write_page(path, folder, history)
+        else:
+            with rc_context(STYLE), replacing(path) as file:
+                draw(history, str(folder), references).savefig(file, dpi=100, format="png")
         rows = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
         print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in rows)]))
-    except TrainerError as error:
+    except (DataError, TrainerError) as error:
         complain("trainer.report", error)
         return exit_code(error)
     except OSError as error:
         complain("trainer.report", TrainerError(f"{path} cannot be written: {error.strerror}"))
         return exit_code(error)
     return 0
+
+
+def _write_page(path: Path, folder: Path, history: History) -> None:
+    from trainer.runs.comparison import labeled  # imports PyTorch, which takes seconds
+    from trainer.runs.document import write_page
+    from trainer.runs.page_data import file_tree
+
+    now = time.time()
+    write_page(path, file_tree(labeled([(folder, history, read_status(folder, now))]), now))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from trainer.monitor.curves import (
     throughput,
 )
 from trainer.monitor.history import History
+from trainer.monitor.quantities import brief
 
 INK, FAINT = "#20262e", "#6b7480"
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
@@ -201,7 +202,7 @@ def _split(axes: Axes, history: History) -> str:
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     _name_layers(axes, (seconds.sum(1) / seconds.sum()).tolist())
-    return f"{_seconds(sum(float(part[-1]) for part in parts))} per step"
+    return f"{brief(sum(float(part[-1]) for part in parts))} per step"
 
 
 def _name_layers(axes: Axes, shares: Sequence[float]) -> None:
@@ -236,10 +237,6 @@ def _saving(axes: Axes, history: History) -> str:
     axes.set_ylim(0, 1.25 * float(np.concatenate([[1e-3], seconds, stall, lost]).max()))
     axes.legend(loc="upper center", ncols=3)
     return f"{len(x)} whole" + (f"   {len(at)} failed" if len(at) else "")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def _has(*keys: str) -> Callable[[History], bool]:

@@ -13,6 +13,11 @@ def duration(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
+def brief(seconds: float) -> str:
+    """A time span of a few seconds or less."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
 def short(value: float) -> str:
     """A number with three digits and a unit, such as 1.23 M."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

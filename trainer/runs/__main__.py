@@ -1,8 +1,9 @@
-"""All runs below some folders: list them, stop one, compare several.
+"""All runs below some folders: list them, show them in a browser, stop one, compare several.
 
 python -m trainer.runs [FOLDER …] [--watch] [--json] [--price 2.5]
+python -m trainer.runs [FOLDER …] --serve 127.0.0.1:8080 [--token-file FILE]
 python -m trainer.runs stop NAME [--below FOLDER]
-python -m trainer.runs compare NAME NAME … [--below FOLDER] [--picture FILE]
+python -m trainer.runs compare NAME NAME … [--below FOLDER] [--picture FILE] [--html FILE]
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -64,9 +66,17 @@ def _list(words: list[str]) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of a table; see docs/runs.md")
     form.add_argument("--watch", action="store_true", help="redraw the table until Ctrl-C")
+    form.add_argument("--serve", type=_place, metavar="ADDRESS:PORT", help="show the runs in a browser until Ctrl-C")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="with --serve: who has this token can stop runs"
+    )
     text = "pause between redraws of --watch (%(default)g)"
     parser.add_argument("--every", type=_positive, default=2.0, metavar="SECONDS", help=text)
     options = parser.parse_args(words)
+    if options.token_file is not None and options.serve is None:
+        parser.error("argument --token-file: needs --serve")
+    if options.serve is not None:
+        _serve(options.serve, options.folders, options.price, options.token_file)
     if options.watch:
         _watch(options.folders, options.price, options.every)
     now = time.time()
@@ -77,6 +87,13 @@ def _list(words: list[str]) -> None:
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print_result("\n".join(_page(runs, options.folders, now, width)))
+
+
+def _serve(place: tuple[str, int], folders: Sequence[Path], price: float | None, token: Path | None) -> NoReturn:
+    from trainer.runs.server import Runs, read_token, serve  # imports PyTorch and Matplotlib, which takes seconds
+
+    find_runs(folders)  # reports a folder that does not exist
+    serve(place, Runs(folders, price, None if token is None else read_token(token)), print_result)
 
 
 def _statuses(folders: Sequence[Path], now: float, price: float | None) -> list[RunStatus]:
@@ -130,15 +147,29 @@ def _compare(words: list[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="NAME", help="two or more runs, each by its name or its folder")
     _add_below(parser)
     parser.add_argument("--picture", type=Path, metavar="PNG", help="also draw the losses of all runs here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with all curves, for a browser")
     options = parser.parse_args(words)
     if options.picture is not None:
         check_place("--picture", options.picture, ".png")
+    if options.html is not None:
+        check_place("--html", options.html, ".html")
     folders = _chosen(options.runs, options.below)
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise TrainerError("compare needs two or more different runs")
-    from trainer.runs.comparison import compare  # imports PyTorch and Matplotlib, which takes seconds
+    from trainer.runs.comparison import compare, compared, draw  # imports PyTorch and Matplotlib, which takes seconds
+    from trainer.runs.document import write_page
+    from trainer.runs.page_data import file_tree
 
-    print_result("\n".join(compare(folders, time.time(), options.picture)))
+    now = time.time()
+    runs = compared(folders, now)
+    lines = compare(runs)
+    if options.picture is not None:
+        draw(runs, options.picture)
+        lines += ["", str(options.picture)]
+    if options.html is not None:
+        write_page(options.html, file_tree(runs, now))
+        lines += ["", str(options.html)]
+    print_result("\n".join(lines))
 
 
 def _add_below(parser: CommandParser) -> None:
@@ -166,6 +197,13 @@ def _chosen(names: Sequence[str], below: Sequence[Path]) -> list[Path]:
             raise TrainerError(f"{name} names {len(paths)} runs: give the folder of one: {', '.join(sorted(paths))}")
         chosen.append(Path(paths[0]))
     return chosen
+
+
+def _place(text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(?:\[([\da-fA-F:.]+)\]|([\w.-]{1,253})):(\d{1,5})", text, re.ASCII)
+    if not found or int(found[3]) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} must be an address and a port, such as 127.0.0.1:8080 or [::1]:8080")
+    return found[1] or found[2], int(found[3])
 
 
 def _positive(text: str) -> float:

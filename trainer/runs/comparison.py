@@ -48,19 +48,20 @@ class Compared:
     status: RunStatus
 
 
-def compare(folders: Sequence[Path], now: float, picture: Path | None) -> list[str]:
-    """The lines that say what differs; also draws ``picture``, if given. ``now``: Unix time in seconds.
+def compared(folders: Sequence[Path], now: float) -> list[Compared]:
+    """The runs in these folders at the Unix time ``now``.
 
-    Raises TrainerError if a journal has no step or cannot be read, or if the picture cannot be written.
+    Raises TrainerError if a journal has no step or cannot be read.
     """
-    runs = labeled([(folder, read_history(folder), read_status(folder, now)) for folder in folders])
+    return labeled([(folder, read_history(folder), read_status(folder, now)) for folder in folders])
+
+
+def compare(runs: Sequence[Compared]) -> list[str]:
+    """The lines that say what differs."""
     blocks = [[f"no readable config.yaml in {run.status.folder}" for run in runs if not run.config]]
     for name, rows in differences(runs).items():
         columns = {name: list(rows)} | {run.label: [row[at] for row in rows.values()] for at, run in enumerate(runs)}
         blocks.append(aligned(columns, [name]) if rows else [f"{name}: no difference"])
-    if picture is not None:
-        _draw(runs, picture)
-        blocks.append([str(picture)])
     return [line.rstrip() for block in filter(None, blocks) for line in ("", *block)][1:]
 
 
@@ -132,8 +133,11 @@ def _result(run: Compared) -> dict[str, str]:
     return found
 
 
-def _draw(runs: Sequence[Compared], path: Path) -> None:
-    """Write a picture of the losses over steps and over samples, as PNG, whole or not at all."""
+def draw(runs: Sequence[Compared], path: Path) -> None:
+    """Write a picture of the losses over steps and over samples, as PNG, whole or not at all.
+
+    Raises TrainerError if there is no loss to draw, or the picture cannot be written.
+    """
     losses = {"MLM loss": "mlm_loss", "NSP loss": "nsp_loss"}
     known = {name: key for name, key in losses.items() if any(len(present(run.history.steps, key)[0]) for run in runs)}
     if not known:

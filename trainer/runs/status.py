@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def skim(folder: Path) -> History:
-    """As much of a run's history as its status needs. Raises TrainerError as `skim_history` does."""
+    """The part of a run's history that its status needs. Raises TrainerError as `skim_history` does."""
     return skim_history(folder, RECENT_STEPS)
 
 
@@ -125,10 +126,15 @@ def read_status(
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that the run has left in its folder; empty if there is none, or it is damaged."""
     try:
-        tree = parse_yaml(read_text(folder / CONFIG, LARGEST_YAML_BYTES))
+        tree = _parsed(read_text(folder / CONFIG, LARGEST_YAML_BYTES))
     except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}
+
+
+@lru_cache(maxsize=1024)  # a list that is shown again and again would spend most of its time here
+def _parsed(text: str) -> Any:
+    return parse_yaml(text)
 
 
 def _phases(config: Mapping[str, Any]) -> list[Phase]:
