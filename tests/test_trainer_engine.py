@@ -152,7 +152,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path, stage: in
     assert record["losses"] == pytest.approx(fixed["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "bf16"), (0, "fp32"), (1, "fp32"), (3, "fp32")])
 def test_gradients_that_are_not_finite_end_the_run_on_all_ranks(tmp_path: Path, stage: int, precision: str) -> None:
     """DeepSpeed would skip the step, and every one after it."""
     arguments = (str(tmp_path / "out.pt"), str(stage), "2", "4", f"precision={precision}", "poison=0:1")

@@ -249,6 +249,8 @@ class Engine(Generic[M]):
         if self._gradients is not None and self._gradients.own is not None:
             norms = self.optimizer.tensor_norms([self._gradients.own], self.optimizer.unscale)
             return "gradient in the last step", norms
+        if self.optimizer.refused:
+            return "gradient in the last step", self.optimizer.refused
         averages = [self.optimizer.moments(buffer)["exp_avg"] for buffer in self.partition.buffers]
         return "moving average of the gradient", self.optimizer.tensor_norms(averages)
 
@@ -289,5 +291,6 @@ class Engine(Generic[M]):
         """Apply the gradients. Returns False if they overflowed."""
         if self._gradients is not None:
             return self._gradients.step()
-        self._deepspeed.step()
-        return bool(self._deepspeed.was_step_applied())
+        taken = self.optimizer.steps
+        self._deepspeed.step()  # DeepSpeed does not call the optimizer if it sees an overflow
+        return self.optimizer.steps > taken

@@ -128,6 +128,7 @@ class LambertOptimizer(torch.optim.Optimizer):
         self.steps = 0  # steps taken, for the bias correction
         self.gradient_scale = 1.0  # the factor that the loss was multiplied by
         self.gradient_norm = torch.zeros(())  # of the last step: global, unscaled, before clipping
+        self.refused: dict[str, float] = {}  # each tensor's norm, if `step` refused the last gradients as not finite
         self.trust: Tensor | None = None  # (K,) LAMB's trust ratios of the last step
         self.copies: list[Tensor] | None = None  # where to write each buffer's rounded weights; None: DeepSpeed copies
 
@@ -151,13 +152,20 @@ class LambertOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Take one step over the bound partition, from the gradients that DeepSpeed put there.
 
-        The gradients are read as they are. The factor that unscales and clips them stays on the device, so no step
-        waits for the GPU.
+        Takes none, on any rank, if a gradient is not finite on some rank: releases of DeepSpeed differ in whether they
+        check that. Waits for the device, because the ranks' total sum of squares decides. The gradients are read as
+        they are; the factor that unscales and clips them stays on the device.
         """
         if self.partition is None:
             return  # DeepSpeed may call the optimizer with zero gradients while it initializes
         gradients = [_gradient(buffer) for buffer in self.partition.buffers]
-        self.move(gradients, self.square_sum(gradients))
+        squares = self.square_sum(gradients)
+        whole = self.complete(squares.clone())
+        if bool(whole.isfinite()):
+            self.refused = {}
+            self.move(gradients, squares, whole)
+        else:
+            self.refused = self.tensor_norms(gradients, self.unscale)
 
     def square_sum(self, gradients: list[Tensor]) -> Tensor:
         """The sum of squares of this rank's gradients, unscaled, () fp32; not finite if any gradient is not.
