@@ -17,7 +17,7 @@ from tests.helpers import ranks
 from tests.test_trainer_optimizer import RATE, paper
 from trainer.engine import gradients
 from trainer.engine.gradients import Gradients
-from trainer.engine.partition import Halves
+from trainer.engine.partition import Weights
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +139,7 @@ def test_what_is_reduced_is_neither_read_nor_written_before_it_is_there(
     monkeypatch.setattr(gradients, "dist", SimpleNamespace(get_rank=lambda: 0, reduce_scatter_tensor=reduce_scatter))
     flat = torch.zeros(64, dtype=torch.float16)
     parameter = torch.nn.Parameter(flat[:40].view(5, 8))
-    own = Gradients(Halves(flat, flat[:32], ((parameter, 0),)), stage, SimpleNamespace(copies=None))  # type: ignore[arg-type]
+    own = Gradients(Weights(flat, flat[:32], ((parameter, 0),)), stage, SimpleNamespace(copies=None))  # type: ignore[arg-type]
     own.scatters, own.reduced = True, torch.empty(32, dtype=torch.float16)
     for micro_batches in (3, 1, 2):
         draws = [torch.randint(-9, 9, (5, 8)).half() for _ in range(micro_batches)]

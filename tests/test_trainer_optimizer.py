@@ -237,50 +237,40 @@ def test_every_bias_and_layer_norm_is_undecayed_and_every_matrix_decayed() -> No
 # ---- DeepSpeed's partitions ------------------------------------------------------------------------------------
 
 
-def partitioned(stage: int, **changed: Any) -> SimpleNamespace:
-    """A DeepSpeed engine as far as ``read_partition`` looks into it: two parameters, one rank."""
-    parameters = {"a": nn.Parameter(torch.zeros(2, 3)), "b": nn.Parameter(torch.zeros(5))}
-    both = list(parameters.values())
-    state: dict[str, Any] = {"dp_process_group": None, "partition_size": [12]}
-    state |= {"round_robin_gradients": False, "parameter_alignment": False}
-    state |= {"single_partition_of_fp32_groups": [torch.zeros(12)], "round_robin_bit16_groups": [both]}
-    state |= {"round_robin_bit16_offsets": [[0, 6]], "offload_param": False}
-    state |= {
-        "fp16_groups": [both],
-        "fp32_partitioned_groups_flat": [torch.zeros(11)],
-        "kind": "DeepSpeedZeroOptimizer",
-    }
+def partitioned(stage: int, **changed: Any) -> dict[str, Any]:
+    """What ``read_partition`` is given after DeepSpeed has initialized two parameters on one rank."""
+    row = torch.arange(12.0)
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(row[:6].view(2, 3)), nn.Parameter(row[6:11])
+    both = [module.a, module.b]
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [changed.pop("master", row.clone())]}])
+    zero: Any = {"fp16_groups": [both], "fp32_partitioned_groups_flat": [row[:11].clone()]}
     for parameter in both if stage == 3 else ():
-        whole = parameter.numel()
-        own = {"ds_shape": parameter.shape, "ds_numel": whole, "ds_tensor": torch.zeros(whole)}
-        for name, value in {**own, "partition_numel": lambda whole=whole: whole}.items():
-            setattr(parameter, name, value)
-    state |= changed
-    kind = state.pop("kind") + ("_Stage3" if stage == 3 else "")
-    module = SimpleNamespace(named_parameters=parameters.items)
-    return SimpleNamespace(module=module, optimizer=type(kind, (SimpleNamespace,), {})(**state))
+        parameter.ds_tensor = parameter.detach().flatten()  # type: ignore[attr-defined]
+    if "moved" in changed:
+        module.b.data = changed.pop("moved")
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    return {"module": module, "optimizer": optimizer, "zero": SimpleNamespace(**zero | changed), "shapes": shapes}
 
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("stage", "changed", "what"),
     [
-        (1, {"round_robin_gradients": True}, "reordered partitions"),
-        (2, {"parameter_alignment": True}, "reordered partitions"),
-        (2, {"partition_size": [11]}, "partition sizes"),
-        (2, {"round_robin_bit16_offsets": [[0, 8]]}, "parameters not covered once"),  # some of it beyond the end
-        (1, {"single_partition_of_fp32_groups": [torch.zeros(12).half()]}, "fp32 partitions"),
-        (1, {"kind": "FP16_UnfusedOptimizer"}, "optimizer FP16_UnfusedOptimizer"),
-        (3, {"offload_param": True}, "weights in the host's memory"),
+        (1, {"moved": torch.zeros(5)}, "weights in one row"),
+        (2, {"master": torch.arange(11.0)}, "partition sizes"),
+        (2, {"master": torch.arange(1.0, 13.0)}, "masters of other weights"),
+        (1, {"master": torch.arange(12.0).half()}, "fp32 partitions"),
         (3, {"fp16_groups": [[], []]}, "several sub-groups"),
-        (3, {"fp32_partitioned_groups_flat": [torch.zeros(12)]}, "partition sizes"),
+        (3, {"fp32_partitioned_groups_flat": [torch.arange(12.0)]}, "partition sizes"),
+        (3, {"fp32_partitioned_groups_flat": [torch.arange(10.0, -1.0, -1.0)]}, "masters of other weights"),
     ],
 )
 def test_a_layout_that_is_not_tested_is_refused_in_one_line(stage: int, changed: dict[str, Any], what: str) -> None:
-    [buffer] = read_partition(partitioned(stage), stage).buffers
+    [buffer] = read_partition(**partitioned(stage), zero_stage=stage).buffers
     assert [(part.name, part.offset, part.length) for part in buffer.slices] == [("a", 0, 6), ("b", 6, 5)]
     with pytest.raises(TrainerError) as error:
-        read_partition(partitioned(stage, **changed), stage)
+        read_partition(**partitioned(stage, **changed), zero_stage=stage)
     assert f"({what})" in str(error.value) and "requirements.lock" in str(error.value) and "\n" not in str(error.value)
 
 

@@ -1,11 +1,12 @@
 """Runs engines on prescribed gradients in several micro-batches; test_trainer_gradients.py runs it on each rank.
 
-    python tests/helpers/gradients_on_ranks.py OUT PLAN KIND:PRECISION:STAGE[:KERNELS|:offload] …
+    python tests/helpers/gradients_on_ranks.py OUT PLAN KIND:PRECISION:STAGE[:KERNELS|:offload|:mean][:without=NAME] …
 
 PLAN is a JSON list of steps, [micro-batches, overflow], overflow "" or "rank:micro-batch". All gradients are multiples
 of 1/16 that every dtype holds exactly, and so are their sums: however they are cut, optimizers without norms take the
 same steps, bit for bit. All engines live at once. OUT gets, by engine: the result of each step, the masters and moments
-after it, and the checks that failed on some rank.
+after it, and the checks that failed on some rank. NAME is a private name that DeepSpeed does not have; if the engine is
+refused for that, OUT gets the reason. With ``mean``, DeepSpeed averages gradients where it should sum them.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import gc
 import json
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import trainer.engine.engine
 from kernels import backend
 from tests.helpers.engine_on_ranks import allow_fp16_on_cpus, whole
 from tests.helpers.prescribed_on_ranks import poison
 from trainer.data.collate import filler
+from trainer.engine import private_names
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.partition import fill_masters
+from trainer.errors import TrainerError
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.ranks.world import World, from_launcher, join, leave
 
@@ -133,15 +140,29 @@ def take(engine: Engine[Any], kind: str, plan: list[tuple[int, str]], rank: int)
     return record
 
 
+@contextmanager
+def without(gone: str) -> Iterator[None]:
+    """Let private_names.py find nothing under the name ``gone``."""
+
+    def look(owner: Any, name: str, default: Any) -> Any:
+        return default if name == gone else getattr(owner, name, default)
+
+    with patch.object(private_names, "getattr", look, create=True):
+        yield
+
+
 def make(text: str, world: World) -> Engine[Any]:
     kind, precision, stage, *rest = text.split(":")
     config = EngineConfig(int(stage), precision, "offload" in rest, initial_loss_scale=SCALE)  # type: ignore[arg-type]
-    engine: Engine[Any] = Engine(config, Toy(kind), OPTIMIZERS[kind], world, seed=3)
+    settings = trainer.engine.engine.deepspeed_config
+    spoiled: Any = (lambda *given: settings(*given) | {"gradient_allreduce_op": "mean"}) if "mean" in rest else settings
+    with without(text.partition("without=")[2]), patch.object(trainer.engine.engine, "deepspeed_config", spoiled):
+        engine: Engine[Any] = Engine(config, Toy(kind), OPTIMIZERS[kind], world, seed=3)
     poison(engine)
     if engine._gradients is not None:  # no padding of a row may be read
         row, end = engine._gradients.row, sum(p.numel() for p in engine.model.parameters())
         row[end:] = torch.nan
-        engine._gradients.halves.flat[end:] = torch.nan
+        engine._gradients.weights.flat[end:] = torch.nan
     return engine
 
 
@@ -150,8 +171,12 @@ def main() -> None:
     world = from_launcher("cpu")
     join(world, 60)
     allow_fp16_on_cpus()
-    engines = {text: make(text, world) for text in texts}
-    record: dict[str, Any] = {}
+    engines, record = dict[str, Engine[Any]](), dict[str, Any]()
+    for text in texts:
+        try:
+            engines[text] = make(text, world)
+        except TrainerError as error:
+            record[text] = str(error)
     for text, engine in engines.items():
         with backend.using("triton" if "triton" in text else "auto"):
             record[text] = take(engine, text.split(":")[0], json.loads(plan), world.rank)

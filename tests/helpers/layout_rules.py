@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from tests.helpers.ranks import ROOT
+from trainer.engine.private_names import NAMES
 
 PACKAGES = ("data_prep", "kernels", "trainer")
 FOLDERS = (*PACKAGES, "deploy", "docker", "tests")
@@ -26,6 +28,9 @@ STOCK = ("data_prep/stock.py",)  # imports webdataset, inside the functions that
 ROOMS = "model ranks data engine checkpoint monitor links convert run finetune encode plan profile bench runs".split()
 SHARED = ("bounds", "console", "errors", "exits", "options", "strict_yaml")
 LOOP = "trainer/run/train.py"
+PRIVATE_NAMES = "trainer/engine/private_names.py"
+# What DeepSpeed documents of its engine, which is called ``_deepspeed``; ``zero`` is the optimizer that it returns.
+DOCUMENTED = set("backward destroy empty_partition_cache module set_gradient_accumulation_boundary step".split())
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_KERNEL = 400, 60, 110
 # Words that no docstring begins with: its first line would have no subject.
 NOT_FIRST = set(
@@ -128,6 +133,19 @@ def two_packages_have_one_importer_each(sources: Sources) -> Iterator[str]:
         yield from (f"{path}: imports {name}" for path in importers if path != only)
         if only not in importers:
             yield f"{only}: does not import {name}"
+
+
+def one_file_uses_private_names(sources: Sources) -> Iterator[str]:
+    """DeepSpeed may rename whatever it does not document."""
+    names = {private.name for private in NAMES}
+    for source in under(sources, "kernels", "trainer"):
+        texts = {node.value for node in source.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        pairs = {pair for used in source.used for pair in pairwise(used.split("."))}
+        found = (names & texts) | {name for _, name in pairs if name in names}
+        found |= {used.split(".")[1] for used in source.used if used.startswith("zero.")}
+        found |= {name for owner, name in pairs if owner == "_deepspeed" and name not in DOCUMENTED}
+        if found and source.path != PRIVATE_NAMES:
+            yield f"{source.path}: uses {sorted(found)}"
 
 
 def one_file_reads_the_environment(sources: Sources) -> Iterator[str]:
@@ -276,6 +294,7 @@ def no_state_is_global(sources: Sources) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     imports_point_one_way,
     two_packages_have_one_importer_each,
+    one_file_uses_private_names,
     one_file_reads_the_environment,
     the_trainer_prints_in_one_file,
     rooms_import_from_rooms_before_them,

@@ -19,10 +19,13 @@ from torch import Tensor
 from kernels import apex
 from kernels.dropout import token_keys
 from trainer.bounds import MOST_STEPS, outside
+from trainer.console import Tell, say, silent
+from trainer.engine.exact_sums import require_exact_sums
 from trainer.engine.gradients import Gradients
 from trainer.engine.loss_scale import POWERS_OF_TWO, LossScale, next_scale
 from trainer.engine.optimizer import OptimizerConfig, make_optimizer, require_implementation
-from trainer.engine.partition import fill_masters, read_partition, refresh_weights, take_halves
+from trainer.engine.partition import fill_masters, read_partition, read_weights, round_masters
+from trainer.engine.private_names import HOOKS, NORM, OPS, REDUCE, TESTED, find, need
 from trainer.engine.stopwatch import Stopwatch
 from trainer.errors import NotFiniteError, TrainerError
 from trainer.model.batch import Rows
@@ -88,6 +91,11 @@ def resolve_precision(config: EngineConfig, device: torch.device) -> str:
     return config.precision
 
 
+def sums_apart(config: EngineConfig, precision: str) -> bool:
+    """Whether DeepSpeed uses a separate optimizer, which keeps and reduces all gradients in fp32. Pure."""
+    return config.zero_stage == 1 and precision == "bf16" and not config.offload_optimizer
+
+
 def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration, with every default that matters written out. Pure.
 
@@ -96,7 +104,7 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
     """
     stage, offloads = config.zero_stage, config.offload_optimizer
     bucket = min(50_000_000 if stage == 3 else 500_000_000, parameters + parameters % 2)
-    apart = stage == 1 and precision == "bf16" and not offloads  # DeepSpeed uses a separate optimizer for this case
+    own = precision == "fp32" and stage in (1, 2) and not offloads  # our optimizer computes the norm
     return {
         # Lambert splits batches itself; DeepSpeed only checks that these three agree
         "train_micro_batch_size_per_gpu": 1,
@@ -113,7 +121,8 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
         "fp16": {"enabled": precision == "fp16", "loss_scale": 1.0},  # static; trainer/engine/loss_scale.py scales
         # do not skip the step as for an overflow: bf16 has no loss scale to lower, so a NaN must end the run
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": False},
-        "communication_data_type": "fp32" if apart else precision,  # fp32 for sums over all micro-batches
+        # fp32 for sums over all micro-batches
+        "communication_data_type": "fp32" if sums_apart(config, precision) else precision,
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,  # trainer/engine/optimizer.py is exact under partitions, and tested
         "zero_force_ds_cpu_optimizer": False,
@@ -125,11 +134,9 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "round_robin_gradients": False,
-            "parameter_alignment": False,
             "ignore_unused_parameters": True,
             "offload_optimizer": {"device": "cpu" if offloads else "none", "pin_memory": True},
-            # False is rejected in these cases; elsewhere our optimizer computes the norm
-            "compute_grad_norm": stage in (0, 3) or apart or offloads,
+            **({NORM.name: False} if own else {}),
             # stage 3 calls the optimizer once per sub-group: one group means one all-reduce of norms
             "sub_group_size": 10**12,
             "stage3_prefetch_bucket_size": 50_000_000,
@@ -141,7 +148,7 @@ def deepspeed_config(config: EngineConfig, precision: str, ranks: int, parameter
     }
 
 
-def _load_deepspeed() -> Any:
+def _load_deepspeed(tell: Tell) -> Any:
     """Import DeepSpeed without its shared-memory op for CPUs, and without a package apex that is not NVIDIA's.
 
     DeepSpeed would compile that op and never free the 64 MiB per rank that it takes; only inference needs it.
@@ -149,9 +156,34 @@ def _load_deepspeed() -> Any:
     apex.keep_foreign_out()
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if (ops := find(deepspeed.ops, OPS, tell)) is not None:
+        ops["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
+
+
+def _initialize(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], tell: Tell
+) -> tuple[Any, Any]:
+    """DeepSpeed's engine for ``module``, and its ZeRO optimizer around ``optimizer``.
+
+    Raises TrainerError if this release of DeepSpeed does not accept the settings.
+    """
+    deepspeed, zero = _load_deepspeed(tell), settings["zero_optimization"]
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    if NORM.name in zero and find(DeepSpeedZeroConfig(), NORM, tell) is None:
+        del zero[NORM.name]
+    try:
+        engine, wrapped, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+    except ValueError as error:
+        raise TrainerError(
+            f"DeepSpeed {deepspeed.__version__} refuses Lambert's settings for it: install deepspeed=={TESTED[-1]} "
+            f"({error})"
+        ) from error
+    return engine, wrapped
 
 
 class Engine(Generic[M]):
@@ -180,26 +212,25 @@ class Engine(Generic[M]):
         self.gathers = config.zero_stage == 3
         self.precision = resolve_precision(config, world.device)
         require_implementation(optimizer, self.stage, world.size, world.device)
-        self.parameters = sum(p.numel() for p in module.parameters())
+        shapes = {name: p.shape for name, p in module.named_parameters()}
+        self.parameters = sum(shape.numel() for shape in shapes.values())
         drawn = {n: p.detach().clone() for n, p in module.named_parameters()} if self.precision != "fp32" else {}
         # DeepSpeed lays the parameters out in this order. A matrix that is not aligned to 16 bytes gets kernels of
         # half the speed, so a two-element bias must not come before one.
         ordered = sorted(module.parameters(), key=lambda p: p.numel() % ALIGNED != 0)
         self.optimizer = make_optimizer(iter(ordered), optimizer)
-        self._deepspeed, *_ = _load_deepspeed().initialize(
-            model=module,
-            optimizer=self.optimizer,
-            config=deepspeed_config(config, self.precision, world.size, self.parameters),
-            dist_init_required=False,
-        )
-        self._deepspeed.allreduce_gradients = self._timed(self._deepspeed.allreduce_gradients)
+        tell = say if world.is_main else silent
+        settings = deepspeed_config(config, self.precision, world.size, self.parameters)
+        self._deepspeed, zero = _initialize(module, self.optimizer, settings, tell)
         self.model: M = self._deepspeed.module
         self.model.checkpointing = config.checkpointing
-        self.partition = read_partition(self._deepspeed, config.zero_stage)
+        self.partition = read_partition(self.model, self.optimizer, zero, self.stage, shapes)
         fill_masters(self.partition, drawn)  # DeepSpeed made the masters from rounded weights
+        self._weights = read_weights(self.model) if self.stage in (1, 2) else None
+        self._gradients = self._take_over(config, zero, tell)
         self.optimizer.bind(self.partition)
-        halves = take_halves(self._deepspeed)
-        self._gradients = None if halves is None else Gradients(halves, config.zero_stage, self.optimizer)
+        if self._gradients is None and (reduce := find(self._deepspeed, REDUCE, tell)) is not None:
+            setattr(self._deepspeed, REDUCE.name, self._timed(reduce))
         scaled = self.precision == "fp16"
         self.loss_scale = LossScale(
             config.initial_loss_scale if scaled else 1.0, growth_interval=config.loss_scale_growth_interval
@@ -259,8 +290,28 @@ class Engine(Generic[M]):
         self._deepspeed.destroy()
 
     def refresh_weights(self) -> None:
-        """Copy the masters to the model's weights, after a checkpoint filled the masters."""
-        refresh_weights(self._deepspeed, self.stage)
+        """Round the masters into the model's weights on every rank, after a checkpoint filled the masters."""
+        if self.gathers:  # weights that are gathered now would keep their old values
+            self._deepspeed.empty_partition_cache()
+        round_masters(self.partition)
+        if self._weights is not None:
+            self._weights.gather()
+
+    def _take_over(self, config: EngineConfig, zero: Any, tell: Tell) -> Gradients | None:
+        """Remove DeepSpeed's hooks on gradients in half precision under stages 1 and 2; None if it keeps them."""
+        if self._weights is None or self.precision == "fp32" or sums_apart(config, self.precision):
+            return None
+        count = len(self._weights.placed)
+        if config.offload_optimizer:  # DeepSpeed's own path keeps what an overflow, or an earlier step, left behind
+            hooks = need(zero, HOOKS, "offload_optimizer", "set it to false", count)
+        else:
+            hooks = find(zero, HOOKS, tell, count)
+        if hooks is None:
+            require_exact_sums(self._deepspeed, self.model, self.optimizer, self.partition)
+            return None
+        for hook in hooks:
+            hook.remove()
+        return Gradients(self._weights, self.stage, self.optimizer, config.offload_optimizer)
 
     def _timed(self, reduce: Callable[..., None]) -> Callable[..., None]:
         """Time DeepSpeed's gradient reduction, which it calls at the end of each backward pass."""

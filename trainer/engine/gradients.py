@@ -21,17 +21,20 @@ from torch import Tensor
 
 from kernels.accumulate import accumulate, make_places
 from trainer.engine.optimizer import LambertOptimizer
-from trainer.engine.partition import Halves
+from trainer.engine.partition import Weights
 
 
 class Gradients:
-    """One rank's gradients of ``halves``, from backward pass to new weights. Every rank must make every call."""
+    """One rank's gradients of ``weights``, from backward pass to new weights. Every rank must make every call.
 
-    def __init__(self, halves: Halves, zero_stage: int, optimizer: LambertOptimizer) -> None:
-        flat, share = halves.flat, halves.share
-        self.halves, self.optimizer, self.whole = halves, optimizer, zero_stage == 1
+    ``offloads``: the masters are in host memory.
+    """
+
+    def __init__(self, weights: Weights, zero_stage: int, optimizer: LambertOptimizer, offloads: bool = False) -> None:
+        flat, share = weights.flat, weights.share
+        self.weights, self.optimizer, self.whole, self.offloads = weights, optimizer, zero_stage == 1, offloads
         self.ranks = flat.numel() // share.numel()  # DeepSpeed pads the row, so shares are equal and never empty
-        self.places = make_places([at for _, at in halves.placed], [p.numel() for p, _ in halves.placed], flat.device)
+        self.places = make_places([at for _, at in weights.placed], [p.numel() for p, _ in weights.placed], flat.device)
         self.own_places = make_places([0], [share.numel()], flat.device)
         self.row = torch.zeros_like(flat)  # (size,), what is reduced over the ranks
         self.scatters = flat.is_cuda and self.ranks > 1  # gloo sums the whole row, in place
@@ -41,14 +44,14 @@ class Gradients:
         self.sums: Tensor | None = None  # fp32, (size,) at stage 1, else (size / ranks,); None for one micro-batch
         self.summed: Tensor | None = None  # ``sums`` once they include a micro-batch of this step
         self.own: Tensor | None = None  # (size / ranks,), what the step applies: ``reduced``, or stage 2's ``sums``
-        self.copy = torch.empty_like(share, device="cpu", pin_memory=share.is_cuda) if halves.offloaded else share
+        self.copy = torch.empty_like(share, device="cpu", pin_memory=share.is_cuda) if offloads else share
         optimizer.copies = [self.copy]  # the new weights, in half precision
 
     @torch.no_grad()
     def add(self, first: bool, last: bool) -> None:
         """Collect the gradients of a backward pass. A micro-batch may be the step's ``first``, ``last``, or both."""
-        given = [parameter.grad for parameter, _ in self.halves.placed]
-        for parameter, _ in self.halves.placed:
+        given = [parameter.grad for parameter, _ in self.weights.placed]
+        for parameter, _ in self.weights.placed:
             parameter.grad = None  # ``given`` keeps them until the launch; later work on the stream waits for it
         if first:
             self.sums, self.summed = None if last else self._new_sums(), None
@@ -72,21 +75,20 @@ class Gradients:
         Waits for the device, because the ranks' total sum of squares decides whether to step.
         """
         assert self.own is not None
-        own, share = self.own.cpu() if self.halves.offloaded else self.own, self.halves.share
+        own, share = self.own.cpu() if self.offloads else self.own, self.weights.share
         squares = self.optimizer.square_sum([own])
         whole = self.optimizer.complete(squares.clone())
         if not bool(whole.isfinite()):
             return False
         self.optimizer.move([own], squares, whole)
-        if self.halves.offloaded:
+        if self.offloads:
             share.copy_(self.copy)
-        if self.ranks > 1:  # NCCL gathers in place
-            dist.all_gather_into_tensor(self.halves.flat, share if share.is_cuda else share.clone())
+        self.weights.gather()
         return True
 
     def _new_sums(self) -> Tensor:
         """The buffer for this step's sums: the last step's if there is one, to be overwritten; padding stays zero."""
-        size = self.row.numel() if self.whole else self.halves.share.numel()
+        size = self.row.numel() if self.whole else self.weights.share.numel()
         return torch.zeros(size, dtype=torch.float32, device=self.row.device) if self.sums is None else self.sums
 
     def _reduce(self) -> None:

@@ -2,20 +2,23 @@
 
 An optimizer under ZeRO steps over flat fp32 buffers that cut through tensors. LAMB needs whole-tensor norms and a
 checkpoint needs whole tensors, so both use this description of the buffers. No other file looks into the partitions.
-It follows DeepSpeed 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py`` and
-``runtime/bf16_optimizer.py``), and every assumption about them is checked.
+
+Under stages 1 and 2 the weights are views of one row, and the optimizer's parameter group holds this rank's share of it
+in fp32, so no private name of DeepSpeed's is needed. Stage 3 needs three. Every assumption is checked: the masters must
+equal the weights, and every element must have one owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.engine.private_names import MASTERS, ORDER, SHARD, PrivateName, need
 from trainer.errors import TrainerError
 
 
@@ -45,6 +48,7 @@ class Partition:
     ``shared``: True if a parameter may be split over ranks, so that norms need an all-reduce.
     ``device``: the device of the weights and of collectives; the buffers may be in host memory instead.
     ``divisor``: what DeepSpeed divided the gradients by; multiplied by it, they are the sums over the ranks.
+    ``held``: the model's own elements of each slice, flat, in its precision; empty if the buffers are the weights.
     """
 
     buffers: tuple[Buffer, ...]
@@ -52,113 +56,99 @@ class Partition:
     shared: bool
     device: torch.device
     divisor: int = 1
+    held: dict[str, Tensor] = field(default_factory=dict)
 
 
-def read_partition(engine: Any, zero_stage: int) -> Partition:
-    """The partition of a freshly initialized DeepSpeed engine.
+class Weights(NamedTuple):
+    """The model's weights under stages 1 and 2: one flat row, with an equal share for each rank."""
 
-    Raises TrainerError if DeepSpeed's layout is not the one this file knows.
-    """
-    named = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
-    shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in named}  # a partitioned parameter is empty
-    device = named[0][1].device
-    if zero_stage == 0:
-        return Partition(tuple(Buffer(p, (Slice(n, 0, 0, p.numel()),)) for n, p in named), shapes, False, device)
-    zero, names = engine.optimizer, {id(p): name for name, p in named}
-    rank, ranks = dist.get_rank(zero.dp_process_group), dist.get_world_size(zero.dp_process_group)
-    read = {
-        "DeepSpeedZeroOptimizer": _stages_1_and_2,
-        "BF16_Optimizer": _stage_1_in_bf16,
-        "DeepSpeedZeroOptimizer_Stage3": _stage_3,
-    }.get(type(zero).__name__)
-    if read is None:
-        raise _differs(f"optimizer {type(zero).__name__}")
-    buffers = read(zero, names, rank, ranks)
-    _require(all(b.master.dtype == torch.float32 and b.master.is_contiguous() for b in buffers), "fp32 partitions")
-    _require_whole(buffers, shapes, zero.dp_process_group, device)
-    return Partition(buffers, shapes, True, device, ranks if zero_stage == 3 else 1)
-
-
-class Halves(NamedTuple):
-    """The model's half-precision weights under stages 1 and 2: one flat row, with an equal share for each rank."""
-
-    flat: Tensor  # (size,) fp16 or bf16
+    flat: Tensor  # (size,) in the model's precision
     share: Tensor  # (size / ranks,), this rank's part of the row
     placed: tuple[tuple[nn.Parameter, int], ...]  # the parameters, as views of the row, and where each begins
-    offloaded: bool = False  # their masters are in the host's memory
+
+    def gather(self) -> None:
+        """Complete the row on every rank from the shares of all. A collective."""
+        if self.flat.numel() > self.share.numel():  # NCCL gathers in place
+            dist.all_gather_into_tensor(self.flat, self.share if self.share.is_cuda else self.share.clone())
 
 
-def take_halves(engine: Any) -> Halves | None:
-    """Take over the row of a freshly initialized engine and remove its gradient hooks; None if it has no such row.
+def read_weights(module: nn.Module) -> Weights:
+    """The weights of a module that DeepSpeed has just initialized under stage 1 or 2.
 
-    Raises TrainerError if DeepSpeed's layout is not the one this file knows.
+    Raises TrainerError if they are not in one row.
     """
-    zero = engine.optimizer
-    if type(zero).__name__ != "DeepSpeedZeroOptimizer" or zero.dtype == torch.float32:
-        return None
-    _require(len(zero.bit16_groups_flat) == 1, "several groups")
-    ranks, rank = dist.get_world_size(), dist.get_rank()  # trainer/engine/gradients.py reduces over all of them
-    _require(dist.get_world_size(zero.dp_process_group) == ranks, "a group of some ranks")
-    [flat], [parameters] = zero.bit16_groups_flat, zero.round_robin_bit16_groups
-    placed = tuple(zip(parameters, zero.round_robin_bit16_offsets[0], strict=True))
-    begin = flat.data_ptr()
-    _require(all(p.data_ptr() == begin + at * flat.element_size() for p, at in placed), "weights in one row")
-    for hook in zero._grad_acc_hooks:
-        hook.remove()
-    [shares] = zero.parallel_partitioned_bit16_groups
-    _require({len(share) for share in shares} == {len(flat) // ranks}, "unequal shares")
-    return Halves(flat, shares[rank], placed, zero.cpu_offload)
+    parameters = sorted(module.parameters(), key=lambda parameter: parameter.storage_offset())
+    storage, ranks = parameters[0].untyped_storage(), dist.get_world_size()
+    _require({p.untyped_storage().data_ptr() for p in parameters} == {storage.data_ptr()}, "weights in one row")
+    with torch.no_grad():
+        flat = parameters[0].new_empty(0).set_(storage)
+    _require(flat.numel() % ranks == 0, "unequal shares")
+    return Weights(flat, flat.chunk(ranks)[dist.get_rank()], tuple((p, int(p.storage_offset())) for p in parameters))
 
 
-def _stages_1_and_2(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
-    """One buffer per group: its parameters are laid end to end and split into equal parts."""
-    _require(not zero.round_robin_gradients and not zero.parameter_alignment, "reordered partitions")
-    buffers = []
-    for group, master in enumerate(zero.single_partition_of_fp32_groups):
-        _require(master.numel() == zero.partition_size[group], "partition sizes")
-        placed = zip(zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group], strict=True)
-        buffers.append(_cut(master, ((names[id(p)], p.numel(), at) for p, at in placed), rank))
-    return tuple(buffers)
+def read_partition(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    zero: Any,
+    zero_stage: int,
+    shapes: dict[str, torch.Size],
+) -> Partition:
+    """The partition of a module and an optimizer that DeepSpeed has just initialized.
+
+    ``zero`` is the optimizer that DeepSpeed returned; ``shapes`` are those of the parameters before that. Raises
+    TrainerError if DeepSpeed's layout is not the one this file knows.
+    """
+    device, names = next(module.parameters()).device, {id(p): name for name, p in module.named_parameters()}
+    if zero_stage == 0:
+        whole = tuple(Buffer(p, (Slice(n, 0, 0, p.numel()),)) for n, p in module.named_parameters())
+        return Partition(whole, shapes, False, device)
+    if zero_stage == 3:
+        buffer, held = _stage_3(zero, names, shapes)
+    else:
+        buffer, held = _stages_1_and_2(read_weights(module), optimizer, names)
+    _require(buffer.master.dtype == torch.float32 and buffer.master.is_contiguous(), "fp32 partitions")
+    _require_equal(buffer, held)
+    _require_whole(buffer, shapes, device)
+    return Partition((buffer,), shapes, True, device, dist.get_world_size() if zero_stage == 3 else 1, held)
 
 
-def _stage_1_in_bf16(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
-    """Read stage 1's partition in bf16, where DeepSpeed keeps no offsets: they follow from the addresses."""
-    buffers = []
-    for parameters, flat, master in zip(
-        zero.bf16_groups, zero.bf16_groups_flat, zero.fp32_groups_flat_partition, strict=True
-    ):
-        _require(master.numel() * ranks == flat.numel(), "partition sizes")
-        begin = flat.data_ptr()
-        placed = [(names[id(p)], p.numel(), (p.data_ptr() - begin) // p.element_size()) for p in parameters]
-        buffers.append(_cut(master, placed, rank))
-    return tuple(buffers)
-
-
-def _cut(master: Tensor, placed: Iterable[tuple[str, int, int]], rank: int) -> Buffer:
-    """A rank's part of a buffer that spans all ranks. ``placed``: name, elements and offset of each parameter."""
-    begin, slices = rank * master.numel(), []
-    for name, length, at in placed:
-        low, high = max(at, begin), min(at + length, begin + master.numel())
+def _stages_1_and_2(
+    weights: Weights, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[Buffer, dict[str, Tensor]]:
+    """The parameters are laid end to end and split into equal parts."""
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    _require([master.numel() for master in masters] == [weights.share.numel()], "partition sizes")
+    begin, end = (place * weights.share.numel() for place in (dist.get_rank(), dist.get_rank() + 1))
+    slices, held = [], {}
+    for parameter, at in weights.placed:
+        low, high, name = max(at, begin), min(at + parameter.numel(), end), names[id(parameter)]
         if low < high:
             slices.append(Slice(name, low - at, low - begin, high - low))
-    return Buffer(master, tuple(slices))
+            held[name] = weights.flat[low:high]
+    return Buffer(masters[0], tuple(slices)), held
 
 
-def _stage_3(zero: Any, names: Mapping[int, str], rank: int, ranks: int) -> tuple[Buffer, ...]:
+def _stage_3(zero: Any, names: Mapping[int, str], shapes: Mapping[str, torch.Size]) -> tuple[Buffer, dict[str, Tensor]]:
     """Each parameter is split into equal parts separately; the last ones may be padding, which is never written."""
-    _require(len(zero.fp16_groups) == 1, "several sub-groups")  # the optimizer would be called once per sub-group
-    _require(not zero.offload_param, "weights in the host's memory")
-    [parameters], [master] = zero.fp16_groups, zero.fp32_partitioned_groups_flat
-    offset, slices = 0, []
+    groups, masters = _needed(zero, ORDER), _needed(zero, MASTERS)
+    _require(len(groups) == len(masters) == 1, "several sub-groups")  # the optimizer would be called once for each
+    [parameters], [master], rank, ranks = groups, masters, dist.get_rank(), dist.get_world_size()
+    offset, slices, held = 0, [], {}
     for parameter in parameters:
-        share, whole = parameter.partition_numel(), parameter.ds_numel
-        _require(share == -(-whole // ranks) == parameter.ds_tensor.numel(), "partition sizes")
-        start = min(rank * share, whole)
-        if length := min(share, whole - start):
-            slices.append(Slice(names[id(parameter)], start, offset, length))
-        offset += share
+        name = names[id(parameter)]
+        shard, whole = _needed(parameter, SHARD).view(-1), shapes[name].numel()
+        _require(shard.numel() == -(-whole // ranks), "partition sizes")
+        start = min(rank * shard.numel(), whole)
+        if length := min(shard.numel(), whole - start):
+            slices.append(Slice(name, start, offset, length))
+            held[name] = shard[:length]
+        offset += shard.numel()
     _require(offset == master.numel(), "partition sizes")
-    return (Buffer(master, tuple(slices)),)
+    return Buffer(master, tuple(slices)), held
+
+
+def _needed(owner: Any, private: PrivateName) -> Any:
+    return need(owner, private, "zero_stage 3", "set zero_stage to 2")
 
 
 def _require(fact: bool, what: str) -> None:
@@ -173,14 +163,21 @@ def _differs(what: str) -> TrainerError:
     )
 
 
-def _require_whole(buffers: Iterable[Buffer], shapes: dict[str, torch.Size], group: Any, device: torch.device) -> None:
+@torch.no_grad()
+def _require_equal(buffer: Buffer, held: Mapping[str, Tensor]) -> None:
+    """Check that the masters are the weights: DeepSpeed has just made them from each other."""
+    flat = buffer.master.view(-1)
+    pairs = ((flat[part.offset : part.offset + part.length], held[part.name]) for part in buffer.slices)
+    _require(all(torch.equal(master.to(own), own) for master, own in pairs), "masters of other weights")
+
+
+def _require_whole(buffer: Buffer, shapes: dict[str, torch.Size], device: torch.device) -> None:
     """Check that every element of every parameter is owned exactly once over all ranks."""
     owned = dict.fromkeys(shapes, 0)
-    for buffer in buffers:
-        for part in buffer.slices:
-            owned[part.name] += part.length
+    for part in buffer.slices:
+        owned[part.name] += part.length
     counts = torch.tensor(list(owned.values()), dtype=torch.int64, device=device)
-    dist.all_reduce(counts, group=group)
+    dist.all_reduce(counts)
     _require(counts.tolist() == [shape.numel() for shape in shapes.values()], "parameters not covered once")
 
 
@@ -196,11 +193,9 @@ def fill_masters(partition: Partition, weights: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def refresh_weights(engine: Any, zero_stage: int) -> None:
-    """Round the masters into the model's weights again, on every rank."""
-    zero = engine.optimizer
-    if zero_stage == 3:  # parameters that are gathered now would keep their old values
-        zero._partition_all_parameters()
-        zero._reassign_or_swap_out_partitioned_parameters(0)
-    elif zero_stage > 0:
-        zero.update_lp_params()
+def round_masters(partition: Partition) -> None:
+    """Round this rank's masters into its part of the model's weights."""
+    for buffer in partition.buffers:
+        for part in buffer.slices if partition.held else ():
+            flat = buffer.master.view(-1)
+            partition.held[part.name].copy_(flat[part.offset : part.offset + part.length])
