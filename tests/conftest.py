@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from data_prep.settings import make_settings
 from data_prep.vocab import train_tokenizer
 from tests.helpers.corpora import write_corpus
 from tests.helpers.file_server import Server
+from tests.helpers.gpu_turns import turn
 from trainer.data import remote
 from trainer.model.bert import ModelConfig
 
@@ -39,6 +41,20 @@ settings.load_profile("lambert")
 def seeds() -> None:
     """Seed the global generator, so that a test does not depend on which tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def gpu_turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Share the GPU with the tests of other processes, or have it alone for a test marked ``whole_gpu``."""
+    alone = request.node.get_closest_marker("whole_gpu") is not None
+    if not torch.cuda.is_available() or not (alone or request.node.get_closest_marker("gpu")):
+        yield
+        return
+    folder = Path(tempfile.gettempdir()) / f"lambert-gpu-tests-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    with turn(folder, alone):
+        yield
+        torch.cuda.empty_cache()  # what PyTorch keeps for the next test is not free for other processes
 
 
 @pytest.fixture(scope="session")

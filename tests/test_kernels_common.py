@@ -47,6 +47,7 @@ def test_a_second_derivative_is_refused(name: str, loss: Callable[[Tensor], Tens
 # Of what is allocated far off only the last rows are touched: the rest takes no memory.
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("kernels", [attention_block, attention_tiled], ids=["block", "tiled"])
 def test_attention_beyond_two_to_the_31_numbers(kernels: ModuleType) -> None:
     """The last sequence of so many has the bits that it has alone, forward and backward."""
@@ -70,6 +71,7 @@ def test_attention_beyond_two_to_the_31_numbers(kernels: ModuleType) -> None:
 ROWS, WIDTH = 2**21 + 2, 1024  # of a table; the last begins beyond 2^31 numbers
 
 
+@pytest.mark.whole_gpu
 def test_a_row_of_a_table_beyond_two_to_the_31_numbers_is_read() -> None:
     table = torch.empty(ROWS, WIDTH, dtype=torch.float16, device=DEVICE)
     table[-1] = torch.randn(WIDTH).half()
@@ -80,6 +82,7 @@ def test_a_row_of_a_table_beyond_two_to_the_31_numbers_is_read() -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.whole_gpu
 def test_the_gradient_of_a_row_beyond_two_to_the_31_numbers_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "new_zeros", lambda self, rows, width: self.new_empty(rows, width))  # not touched
     values = torch.ones(3, WIDTH, device=DEVICE).half()

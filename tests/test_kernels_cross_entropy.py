@@ -308,6 +308,7 @@ def test_results_repeat_bit_for_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, results("triton", logits, labels, 30522), strict=True))
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.gpu
 @gpu
 def test_more_than_two_to_the_31_logits(triton: None) -> None:

@@ -411,6 +411,7 @@ def test_every_run_gives_the_same_bits(tokens: int, hidden: int, runs: int) -> N
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.gpu
 @on_gpu
 def test_more_than_two_to_the_31_elements() -> None:
