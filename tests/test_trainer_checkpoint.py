@@ -22,9 +22,9 @@ from tests.helpers import ranks
 from tests.helpers.corpora import contents
 from tests.helpers.runs import change_record, lines, wait_for, write_config
 from trainer.checkpoint import reading as checkpoint
-from trainer.checkpoint import saving
+from trainer.checkpoint import shared_folder
 from trainer.checkpoint.reading import CheckpointConfig
-from trainer.checkpoint.saving import prune
+from trainer.checkpoint.shared_folder import prune
 from trainer.engine.schedule import Phase
 from trainer.errors import TrainerError
 from trainer.run.resume_checks import require_same_run
@@ -293,11 +293,11 @@ def test_a_publication_that_fails_leaves_latest_as_it_was(half: Path, monkeypatc
     def fail(source: Path, target: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(source), None, str(target))
 
-    save = saving._Save(4, half / "step-00000004", {}, half / ".step-00000004.tmp")
-    save.temporary.mkdir()
+    draft = half / ".step-00000004.tmp"
+    draft.mkdir()
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match=r"step-00000004.tmp' -> '.*step-00000004'"):
-        saving._publish(save, [], {})
+        shared_folder._publish(draft, half / "step-00000004", b"{}")
     assert names(half) == [".step-00000004.tmp", "step-00000001", "step-00000002", "step-00000003"]
     assert (half / "latest").read_text() == "step-00000003\n"
 
@@ -314,9 +314,9 @@ def test_an_amended_checkpoint_is_whole_at_any_moment(half: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", fail)
         with pytest.raises(OSError, match="Input/output error"):
-            saving.amend(half / "step-00000002", guard={"gaps": [[0, 8, 16]]})
+            shared_folder.amend(half / "step-00000002", guard={"gaps": [[0, 8, 16]]})
     assert state() == before and before[2] == "step-00000003\n"
-    saving.amend(half / "step-00000002", guard={"gaps": [[0, 8, 16]]})
+    shared_folder.amend(half / "step-00000002", guard={"gaps": [[0, 8, 16]]})
     assert state() == ({**before[0], "guard": {"gaps": [[0, 8, 16]]}}, before[1], "step-00000002\n")
     assert len(contents(half / "step-00000002")) == 3
     checkpoint.verify(checkpoint.read(half / "step-00000002"))

@@ -108,7 +108,7 @@ def test_the_loss_scale_is_reported_when_it_reaches_its_floor() -> None:
 
 def test_signs_that_stop() -> None:
     quiet, strict = Guard(), Guard(GuardConfig(plateau="stop", failed_save="stop", slow_rank="stop"))
-    failed = Saved(7, Path("step-00000007"), "rank 1: no room", 0, 0.0, 0.0, 0.0)
+    failed = Saved(7, "step-00000007", "rank 1: no room", 0, 0.0, 0.0, 0.0)
     slow = torch.tensor([1.0, 1.0, 2.0])
     for guard, expected in ((quiet, [["slow_rank"], [], []]), (strict, [["slow_rank"], ["plateau"], ["failed_save"]])):
         windows = [guard.judge(steps([5.0]), torch.ones(3) * SLOW_SECONDS / 3, slow, stuck=False) for _ in range(5)]

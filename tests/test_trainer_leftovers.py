@@ -14,7 +14,7 @@ from tests.helpers.runs import lines, write_config
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.leftovers import drafts, move_aside, remove, stuck, temporary
 from trainer.checkpoint.reading import CheckpointConfig
-from trainer.checkpoint.saving import prune, stuck_saves
+from trainer.checkpoint.shared_folder import prune, stuck_saves
 from trainer.convert.folder import becoming
 
 pytestmark = pytest.mark.slow
@@ -120,7 +120,7 @@ def as_nobody(folder: Path, code: str) -> str:
     """The output of ``code``, run in ``folder`` by a user whom permissions bind."""
     became = f"os.setgid({NOBODY}); os.setuid({NOBODY})\n" if os.getuid() == 0 else ""
     imports = "import os, sys\nfrom pathlib import Path\n"
-    imports += "from trainer.checkpoint.saving import CheckpointConfig, prune, stuck_saves\n"
+    imports += "from trainer.checkpoint.shared_folder import CheckpointConfig, prune, stuck_saves\n"
     whole = f"{imports}os.chdir(sys.argv[1])\n{became}{code}"
     [(ended, said)] = ranks.finish([ranks.fork_one(0, 1, 0, "-c", whole, str(folder))])
     assert ended == 0, said

@@ -44,7 +44,7 @@ LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)
 TINY = ModelConfig(layers=1, hidden=8, heads=2, intermediate=16, max_positions=8, vocab_size=50)
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 QUIET = MetricsConfig(port=None, log_every_steps=10, print_seconds=1e9)
-WHOLE = Saved(7, Path("step-00000007"), "", 1000, 0.5, 1.5, 1.7e9, "busy")
+WHOLE = Saved(7, "step-00000007", "", 1000, 0.5, 1.5, 1.7e9, "busy")
 COUNTS = GlobalCounts(targets=40, pairs=8, tokens=300, squares=12_000)
 
 

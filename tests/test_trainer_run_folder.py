@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import ranks
 from tests.helpers.runs import lines, wait_for, write_config
 from tests.helpers.trainer_on_ranks import Aim
-from trainer.checkpoint.saving import _wait_for_parts
+from trainer.checkpoint.shared_folder import _wait_for_parts
 from trainer.errors import TrainerError
 from trainer.monitor.history import read_history
 from trainer.run.lock import hold

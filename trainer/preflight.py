@@ -28,7 +28,7 @@ from data_prep.options import CommandParser
 from data_prep.streams import write_whole_lines
 from trainer.checkpoint.changed_settings import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint, newest
-from trainer.checkpoint.saving import stuck_saves
+from trainer.checkpoint.shared_folder import stuck_saves
 from trainer.checkpoint.train_state import state_of
 from trainer.console import Tell, say, warn
 from trainer.convert.weights import fitting

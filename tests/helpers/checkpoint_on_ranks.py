@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tests.helpers import engine_on_ranks as tiny
 from trainer.checkpoint import reading as checkpoint
-from trainer.checkpoint import saving
+from trainer.checkpoint import saving, shared_folder
 from trainer.checkpoint.reading import CheckpointConfig
 from trainer.convert import weights as plain_weights
 from trainer.engine.engine import Engine, EngineConfig
@@ -53,7 +53,7 @@ def main() -> None:
     engine = Engine(made, Bert(tiny.MODEL, 3), OptimizerConfig(), world, seed=3)
     slow_down(float(options.get("slow", 0)), int(options.get("timeout", 60)))
     config = CheckpointConfig(asynchronous=options.get("asynchronous") != "false")
-    saver = saving.Saver(root, config, engine.optimizer, world)
+    saver = saving.Saver(shared_folder.SharedFolder(root), config, engine.optimizer, world)
     try:
         first = restore(root, engine, world, options.get("weights"))
         losses = []
@@ -79,13 +79,13 @@ def main() -> None:
 
 def slow_down(seconds: float, timeout: int) -> None:
     """Make publications take ``seconds`` longer, and let collectives take ``timeout``."""
-    publish = saving._publish
+    publish = shared_folder._publish
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(seconds)
         return publish(*arguments)
 
-    saving._publish = slowly  # type: ignore[assignment]
+    shared_folder._publish = slowly  # type: ignore[assignment]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), dist.group.WORLD)
 
 

@@ -21,7 +21,7 @@ import torch
 import trainer.__main__ as program
 import trainer.run.start as start
 from tests.helpers import engine_on_ranks
-from trainer.checkpoint import saving
+from trainer.checkpoint import part
 from trainer.engine.engine import Engine, StepResult
 from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert
@@ -41,7 +41,7 @@ def poison(kind: str, samples: range) -> None:
             return take(self, batches, counts, number, rate)
         if self.world.rank == 1:
             if kind == "full":
-                saving.save_file = fail  # type: ignore[attr-defined]
+                part.save_file = fail  # type: ignore[attr-defined]
             while kind == "hang":
                 time.sleep(1)
         if kind == "inf":

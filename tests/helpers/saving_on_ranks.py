@@ -13,6 +13,7 @@ import torch
 
 from trainer.checkpoint.reading import CheckpointConfig, newest
 from trainer.checkpoint.saving import Saver
+from trainer.checkpoint.shared_folder import SharedFolder
 from trainer.engine.optimizer import OptimizerConfig, make_optimizer
 from trainer.engine.partition import Buffer, Partition, Slice
 from trainer.ranks.world import from_launcher, join
@@ -30,7 +31,7 @@ def main() -> None:
     optimizer.bind(
         Partition((Buffer(master, (piece,)),), {"a": torch.Size([world.size * ELEMENTS])}, True, world.device)
     )
-    saver = Saver(root, CheckpointConfig(keep=2), optimizer, world)
+    saver = Saver(SharedFolder(root), CheckpointConfig(keep=2), optimizer, world)
     found, _ = newest(root)
     for step in itertools.count(1 if found is None else found.record["step"] + 1):
         master.fill_(step)

@@ -292,6 +292,11 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
+def name_of(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
 def part_name(rank: int, ranks: int) -> str:
     """The file name of one rank's part."""
     return f"part-{rank:05d}-of-{ranks:05d}.safetensors"
@@ -313,6 +318,24 @@ def tree_sha256(tree: dict[str, Any]) -> str:
     """The sha256 of plain data, after a round trip through JSON."""
     plain = json.loads(json.dumps(tree))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def listing(shapes: Mapping[str, torch.Size], parts: list[dict[str, Any]], record: dict[str, Any]) -> bytes:
+    """The content of checkpoint.json, with its own sha256. ``parts``: the name, size and sha256 of each."""
+    sizes = {name: list(shape) for name, shape in shapes.items()}
+    return _signed({"format": FORMAT, "version": VERSION, "shapes": sizes, "parts": parts, "record": record})
+
+
+def amended(content: bytes, **changes: Any) -> bytes:
+    """A checkpoint.json with these items of its record replaced."""
+    tree = json.loads(content)
+    del tree["sha256"]
+    tree["record"] |= changes
+    return _signed(tree)
+
+
+def _signed(tree: dict[str, Any]) -> bytes:
+    return json.dumps({**tree, "sha256": tree_sha256(tree)}, indent=1).encode()
 
 
 class Pieces:

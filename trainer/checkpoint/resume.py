@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.reading import Check, Checkpoint, disprove, newest, read, restore
+from trainer.checkpoint.reading import Check, Checkpoint, restore
 from trainer.checkpoint.saving import Saver, first_failure
+from trainer.checkpoint.store import Store
 from trainer.console import say
 from trainer.engine.engine import Engine
 from trainer.errors import PassingError
@@ -22,28 +22,28 @@ from trainer.ranks.world import World, broadcast_text, together
 Allow = Callable[[Checkpoint | None, list[str]], None]  # raises TrainerError if the run must not start from this
 
 
-def choose(root: Path, world: World, check: Check, allow: Allow) -> Checkpoint | None:
-    """Return the newest checkpoint under ``root`` whose parts are all intact, or None for a fresh start. A collective.
+def choose(store: Store, world: World, check: Check, allow: Allow) -> Checkpoint | None:
+    """Return the newest checkpoint in ``store`` whose parts are all intact, or None for a fresh start. A collective.
 
     Rank 0 chooses, and the ranks share the work of checking. A damaged checkpoint is reported and skipped, and so is
     one whose record ``check`` refuses. ``allow`` receives what was chosen and why each newer one was skipped.
     """
     damaged: dict[str, str] = {}  # name: why
     reported: set[str] = set()
-    choice = partial(_name, root, world, damaged, reported, check, allow)
+    choice = partial(_name, store, world, damaged, reported, check, allow)
     while name := broadcast_text(together(choice, world), world):
-        failure = first_failure(together(partial(disprove, root / name, world), world), world)
+        failure = first_failure(together(partial(store.disprove, name, world), world), world)
         if not failure:
-            return together(partial(read, root / name), world)
+            return together(partial(store.found, name), world)
         damaged[name] = failure
     return None
 
 
-def _name(root: Path, world: World, damaged: dict[str, str], reported: set[str], check: Check, allow: Allow) -> str:
+def _name(store: Store, world: World, damaged: dict[str, str], reported: set[str], check: Check, allow: Allow) -> str:
     """Name the checkpoint to resume from, empty for a fresh start. Rank 0 reports each skipped one once."""
     if not world.is_main:
         return ""
-    found, passed = newest(root, damaged, check)
+    found, passed = store.newest(damaged, check)
     for reason in passed:
         if reason not in reported:
             say(f"skipped: {reason}")

@@ -20,6 +20,7 @@ from trainer.checkpoint.leftovers import drafts, move_aside, remove, temporary
 from trainer.checkpoint.reading import Checkpoint, CheckpointConfig
 from trainer.checkpoint.resume import choose, load, record, require_saved
 from trainer.checkpoint.saving import Saved, Saver
+from trainer.checkpoint.shared_folder import SharedFolder
 from trainer.console import say, silent, warn
 from trainer.convert import weights as plain_weights
 from trainer.data.order import Order
@@ -104,7 +105,7 @@ class FineTuningRun:
         self.engine = Engine(machine, module, adam, world, seed)
         limit_waits(options.machine.timeout)
         often = CheckpointConfig(every_steps=1, keep=2)  # the newest, and the one before it, which may be the best
-        self.saver = Saver(self.folder, often, self.engine.optimizer, world)
+        self.saver = Saver(SharedFolder(self.folder), often, self.engine.optimizer, world)
         self.saved = -1  # attempts at the newest checkpoint
         self.progress = Progress(self.name, self.folder, self.phase.steps, self.epoch, world)
 
@@ -195,7 +196,7 @@ class FineTuningRun:
 
     def restore(self) -> State:
         """Load the newest checkpoint and return its state; without one, start afresh."""
-        found = choose(self.folder, self.world, _state_of, self._require_whole)
+        found = choose(SharedFolder(self.folder), self.world, _state_of, self._require_whole)
         if found is None:
             fill_masters(self.engine.partition, self.job.start)
             self.engine.refresh_weights()

@@ -284,7 +284,7 @@ class Metrics:
             return
         self._publish([{"event": "checkpoint", **at, "seconds": saved.seconds, "bytes": saved.size}])
         times = f"in {saved.seconds:.2f} s, training stalled for {saved.stall_seconds:.2f} s"
-        self._say(saved.step, f"saved {saved.folder} ({saved.size / 1e6:.1f} MB {times})")
+        self._say(saved.step, f"saved {saved.place} ({saved.size / 1e6:.1f} MB {times})")
         if saved.leftover:
             warn(f"left behind: {saved.leftover}", partial(self._say, saved.step))
 

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from trainer.checkpoint.changed_settings import Setup, since, spelled
-from trainer.checkpoint.leftovers import move_aside, remove
-from trainer.checkpoint.reading import Checkpoint, named, step_of
+from trainer.checkpoint.reading import Checkpoint
 from trainer.checkpoint.resume import choose, load, record, require_saved
-from trainer.checkpoint.saving import Saver, amend, attempt, stuck_saves
+from trainer.checkpoint.saving import Saver, attempt
+from trainer.checkpoint.shared_folder import SharedFolder, stuck_saves
 from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.console import say, silent, warn
 from trainer.data.loader import StepBatch
@@ -60,7 +60,8 @@ class Run:
         require_shared(self.folder, world)
         self.identity = together(partial(identity, plan), world)  # once: a save reads no other files
         # before changing anything in the folder: it may be another run's
-        self.found = choose(self.folder, world, require_state, partial(require_allowed, config))
+        self.store = SharedFolder(self.folder)
+        self.found = choose(self.store, world, require_state, partial(require_allowed, config))
         together(self._require_same, world)
         if self.found is not None:
             self.plan = plan = keep_prior(plan, self.found, self.say)
@@ -73,7 +74,7 @@ class Run:
             self.fail(error)
             raise
         limit_waits(config.run.timeout_seconds)
-        self.saver = Saver(self.folder, config.checkpoint, self.engine.optimizer, world)
+        self.saver = Saver(self.store, config.checkpoint, self.engine.optimizer, world)
         self._warn_of_leftovers()
         self.restarts = 0
         self.saved = -1  # the step of the newest checkpoint
@@ -109,7 +110,7 @@ class Run:
     def _warn_of_leftovers(self) -> None:
         for path, reason in stuck_saves(self.folder).items() if self.world.is_main else ():
             warn(f"no save will be able to remove {reason}")
-            self.saver.warned.add(path)
+            self.saver.warned.add(str(path))
 
     def restore(self) -> TrainState:
         """Load the newest checkpoint, or start fresh; report which, and return the state."""
@@ -122,7 +123,7 @@ class Run:
         self.restarts = state_of(found).restarts + 1
         state = self._load(found)
         self.reached = self.config.evaluation.stop_at.reached(self.heldout)
-        self.say(f"resumed from {found.folder} at step {state.step}")
+        self.say(f"resumed from {self.store.place(found.folder.name)} at step {state.step}")
         ours = Setup(to_tree(self.config), self.identity, self.engine.precision, self.world.size)
         if changed := since(Setup.of(found), ours, state):
             self.say(f"changed since that checkpoint: {spelled(changed)}")
@@ -198,14 +199,16 @@ class Run:
             kind = NotFiniteError if isinstance(setback.__context__, NotFiniteError) else TrainerError
             raise kind(self._spelled(finding, evidence))
         self.say(f"guard: {evidence}")
-        self.found = found = choose(self.folder, self.world, partial(self._require_before, finding), require_found)
+        self.found = found = choose(self.store, self.world, partial(self._require_before, finding), require_found)
         assert found is not None  # require_found
         state = self._load(found)
         self.guard.went_back(found, finding)
         together(partial(self._remove, range(state.step + 1, finding.step + 1)), self.world)
         self._amend(found, state)
         self.metrics.went_back(state)
-        self.say(f"guard: went back to {found.folder} at step {state.step}, skipping {finding.gap}")
+        self.say(
+            f"guard: went back to {self.store.place(found.folder.name)} at step {state.step}, skipping {finding.gap}"
+        )
         self.counted, self.owes = self.metrics.trained, False
         return state
 
@@ -215,15 +218,15 @@ class Run:
 
     def _remove(self, steps: range) -> None:
         """Remove the checkpoints of these steps, or a restart would resume from one of them."""
-        for path in named(self.folder) if self.world.is_main else ():
-            if step_of(path) in steps and (aside := move_aside(path)) is not None and (reason := remove(aside)):
-                warn(f"left behind: {reason}")
+        for reason in self.store.remove(steps) if self.world.is_main else ():
+            warn(f"left behind: {reason}")
 
     def _amend(self, found: Checkpoint, state: TrainState) -> None:
         """Let the checkpoint record what the guard skips. Replaces one file, so a kill loses nothing."""
-        changes = partial(amend, found.folder, state=asdict(state), guard=asdict(self.guard.state))
+        changes = partial(self.store.amend, found, state=asdict(state), guard=asdict(self.guard.state))
         if self.world.is_main and (failure := attempt(changes)):
-            warn(f"{found.folder} does not record what is skipped ({failure}): a restart would go back once more")
+            place = self.store.place(found.folder.name)
+            warn(f"{place} does not record what is skipped ({failure}): a restart would go back once more")
 
     def _spelled(self, finding: Finding, evidence: str = "") -> str:
         """The line that ends rank 0; the other ranks end without one."""
