@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # an object appears only when it is complete
 VERSION = "?versionId="
 MARKS = {"http": "?", "https": "?", "s3": VERSION, "s3a": VERSION}  # what begins a query
 QUERY = re.compile(r"(://[^\s?]*)\?\S*")

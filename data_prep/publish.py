@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data_prep.addresses import OBJECT_STORES
 from data_prep.atomic import TEMPORARY
 from data_prep.errors import CopyError, DataError
 from data_prep.manifest import MANIFEST, SMALL_FILE_BYTES, TOKENIZER_FOLDER, file_sha256, load_manifest
@@ -28,7 +29,6 @@ from data_prep.shards import SHARD_PREFIX, index_path, tar_path
 from data_prep.verify import verify
 from data_prep.workers import show_progress
 
-OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}  # an object appears only when it is complete
 WAITS = (0.5, 1, 2, 4)  # seconds between two attempts, on top of the drivers' own retries
 READ = 8 << 20  # bytes of an object in memory at once
 ANSWER = 600.0  # timeout in seconds for a request that moves no file

@@ -20,12 +20,13 @@ PACKAGES = ("data_prep", "kernels", "trainer")
 FOLDERS = (*PACKAGES, "deploy", "docker", "tests")
 # The modules of data_prep that the trainer may import: the contract of a data set and its masks, what a remote
 # server of one may do, and the code for metrics, log lines and text that both share.
-CONTRACT = "atomic downloads draws encoding endpoint errors json_text manifest masking options retries servers shards"
-DATA_SET = {*CONTRACT.split(), "stock", "streams", "tokenizer"}
+CONTRACT = "atomic draws encoding endpoint errors json_text manifest masking options shards stock streams tokenizer"
+DATA_SET = {*CONTRACT.split(), "addresses", "downloads", "retries", "servers"}
 STOCK = ("data_prep/stock.py",)  # imports webdataset, inside the functions that use it: the library imports torch
 # The folders of the trainer: each may import from those before it, and from the files that every part uses. The
 # commands at the top import from all of them.
-ROOMS = "model ranks data engine checkpoint monitor links convert run finetune encode plan profile bench runs".split()
+_LATER_ROOMS = "finetune encode plan profile bench runs"
+ROOMS = f"model ranks data store engine checkpoint monitor links convert run {_LATER_ROOMS}".split()
 SHARED = ("bounds", "console", "errors", "exits", "options", "strict_yaml")
 LOOP = "trainer/run/train.py"
 PRIVATE_NAMES = "trainer/engine/private_names.py"
