@@ -13,6 +13,7 @@ import yaml
 
 from deploy.submit import kubernetes
 from deploy.submit.__main__ import main
+from deploy.submit.kubernetes import in_pods
 from tests.helpers import helm
 from tests.helpers.api_server import Api, api_server
 from tests.helpers.helm import documents, one, pod
@@ -86,6 +87,11 @@ def test_a_dry_run_prints_the_manifests(config: Path, capsys: pytest.CaptureFixt
         " test fits",
         " checked",
     ]
+
+
+@pytest.mark.parametrize(("folder", "kept"), [("runs/first", {}), ("s3://b/first", {"folder": "s3://b/first"})])
+def test_only_an_address_means_the_same_in_a_pod(folder: str, kept: dict[str, str]) -> None:
+    assert in_pods({"run": {"name": "a", "folder": folder}}) == {"run": {"name": "a", **kept}}
 
 
 def test_the_plan_gives_the_charts_estimates_unless_the_user_does(

@@ -27,11 +27,12 @@ from data_prep.manifest import TOKENIZER_FOLDER
 from data_prep.options import CommandParser
 from data_prep.streams import write_whole_lines
 from trainer.checkpoint.changed_settings import Setup, since, spelled
-from trainer.checkpoint.reading import Checkpoint, newest
+from trainer.checkpoint.reading import Checkpoint
 from trainer.checkpoint.shared_folder import stuck_saves
 from trainer.checkpoint.train_state import state_of
-from trainer.console import Tell, say, warn
+from trainer.console import Tell, say, silent, warn
 from trainer.convert.weights import fitting
+from trainer.data.remote import is_remote
 from trainer.engine.schedule import samples_in
 from trainer.errors import TrainerError
 from trainer.exits import DONE
@@ -44,7 +45,8 @@ from trainer.ranks.ending import guard
 from trainer.ranks.meeting import numbers
 from trainer.ranks.network import falls_to_tcp, ports
 from trainer.ranks.world import World, leave, nccl_said, require_shared, settings, together
-from trainer.run.config import to_tree
+from trainer.run.config import Config, to_tree
+from trainer.run.home import store_of, try_address, working_folder
 from trainer.run.phases import PhaseData, Plan
 from trainer.run.rank_agreement import code
 from trainer.run.resume_checks import identity, keep_prior, require_allowed, require_own_folder, require_same_run
@@ -86,7 +88,7 @@ def _try_all(plan: Plan, world: World, hosts: Path | None) -> None:
         for data in plan.phases:
             _say_phase(data)
     _say_node(world)
-    _share(Path(plan.config.run.folder), world)
+    _share(plan.config, world)
     together(lambda: foresee(plan) if world.is_main else None, world)
     together(lambda: _try_port(plan.config.metrics) if world.is_local_main else None, world)
     _time_sum(world)
@@ -134,8 +136,11 @@ def _say_node(world: World) -> None:
         say(f"{socket.gethostname()}: {place}: {name}; {up}")
 
 
-def _share(folder: Path, world: World) -> None:
+def _share(config: Config, world: World) -> None:
     """Check that rank 0 can write the run's folder and every node sees it; leave nothing behind."""
+    if is_remote(config.run.folder):
+        return try_address(config, world, say if world.is_main else silent)
+    folder = Path(config.run.folder)
     was_there = folder.exists()
     together(lambda: folder.mkdir(parents=True, exist_ok=True) if world.is_main else None, world)
     require_shared(folder, world)
@@ -148,17 +153,17 @@ def _share(folder: Path, world: World) -> None:
 
 def foresee(plan: Plan, tell: Tell = say) -> None:
     """Report what the run will find in its folder. Raises TrainerError if the run would refuse to start."""
-    config, folder = plan.config, Path(plan.config.run.folder)
+    config, folder, store = plan.config, working_folder(plan.config), store_of(plan.config)
     require_own_folder(folder)
     for reason in stuck_saves(folder).values():
         warn(f"no save will be able to remove {reason}", tell)
-    found, passed = newest(folder, check=state_of) if folder.is_dir() else (None, [])
+    found, passed = store.newest({}, state_of)
     require_allowed(config, found, passed)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Bert(config.model).named_parameters()}
     if found is not None:
         require_same_run(found.record, identity(plan), config.phases, found.folder)
-        tell(f"the run will continue from {found.folder}")
+        tell(f"the run will continue from {store.place(found.folder.name)}")
         _tell_changes(keep_prior(plan, found, tell), found, tell)
     elif config.run.weights is not None:
         fitting(Path(config.run.weights), config.model, shapes, tell, plan.phases[0].loader.folder / TOKENIZER_FOLDER)

@@ -84,8 +84,12 @@ def estimates(plan: Plan) -> dict[str, float]:
 
 
 def in_pods(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration for the chart, which sets run.folder itself: a folder here means nothing in a pod."""
-    return {**tree, "run": {key: value for key, value in tree["run"].items() if key != "folder"}}
+    """The configuration for the chart, which sets run.folder itself unless it is an address.
+
+    A folder of this machine means nothing in a pod.
+    """
+    kept = is_remote(str(tree["run"].get("folder", "")))
+    return {**tree, "run": {key: value for key, value in tree["run"].items() if kept or key != "folder"}}
 
 
 def place(order: Order, option: str = "--kube-context") -> list[str]:

@@ -23,6 +23,7 @@ from trainer.plan.micro_batch import AUTO, stored
 from trainer.preflight import foresee
 from trainer.ranks.world import World
 from trainer.run.config import Config
+from trainer.run.home import working_folder
 from trainer.run.phases import open_phases
 
 SCRIPT = ROOT / "deploy/slurm/train.sbatch"
@@ -114,7 +115,7 @@ def _check(order: Order, plan: Plan | None) -> None:
     if config.run.ranks not in (None, order.ranks):
         raise SubmitError(f"run.ranks is {config.run.ranks}, but --nodes and --gpus make {order.ranks}: change either")
     opened = open_phases(config, world)
-    check_folder("run.folder", Path(config.run.folder))
+    check_folder("run.folder", working_folder(config))
     foresee(opened, tell)
     tell("checked: the configuration, the shards and run.folder; the job checks its nodes when it starts")
 
@@ -125,7 +126,7 @@ def numbered(config: Config, plan: Plan | None) -> Config:
     Without either it stays auto.
     """
     known = {} if plan is None else {each.name: each.micro_batch.sequences for each in plan.phases}
-    known |= {name: number for name, number in stored(Path(config.run.folder)).items() if number is not None}
+    known |= {name: number for name, number in stored(config).items() if number is not None}
     phases = (
         replace(phase, micro_batch=known.get(phase.name, AUTO)) if phase.micro_batch == AUTO else phase
         for phase in config.phases

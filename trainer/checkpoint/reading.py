@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ from trainer.ranks.world import World
 
 FORMAT, VERSION = "lambert-checkpoint", 2
 _NAME = re.compile(r"step-\d{8,}", re.ASCII)
+LISTING = "checkpoint.json"
 _LONGEST_NAME = 64  # how many bytes of ``latest`` are read
-_LARGEST_LISTING = 1 << 27  # bytes of checkpoint.json; a parameter takes about a hundred
+LARGEST_LISTING = 1 << 27  # bytes of checkpoint.json; a parameter takes about a hundred
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,28 @@ def newest(
         name = _pointed(pointer)
         if not _NAME.fullmatch(name) or not (root / name).is_dir():
             passed.append(f"{pointer} names {name}, which does not exist")
-    for folder in sorted(named(root), key=step_of, reverse=True):
-        if folder.name in damaged:
-            passed.append(damaged[folder.name])
+    names = [folder.name for folder in sorted(named(root), key=step_of, reverse=True)]
+    found, more = first_whole(names, lambda name: read(root / name), damaged, check)
+    return found, passed + more
+
+
+def first_whole(
+    names: Iterable[str], open_one: Callable[[str], Checkpoint], damaged: Mapping[str, str], check: Check | None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The first of the checkpoints ``names`` that can be opened and is not ``damaged``, and why others were skipped."""
+    passed = []
+    for name in names:
+        if name in damaged:
+            passed.append(damaged[name])
             continue
         try:
-            found = read(folder)
+            found = open_one(name)
             if check is not None:
                 check(found)
             return found, passed
         except TrainerError as error:
+            if exit_code(error) == FAILED:
+                raise  # a server that does not answer: the checkpoint may be complete
             passed.append(str(error))
     return None, passed
 
@@ -123,8 +136,18 @@ def read(folder: Path) -> Checkpoint:
     Raises TrainerError naming the part that is missing, truncated or does not belong, and OSError if the machine is
     short of memory or file handles.
     """
+    files = folder.glob("part-*")
+    return opened(folder, {path.name: path.stat().st_size if path.is_file() else None for path in files})
+
+
+def opened(folder: Path, sizes: Mapping[str, int | None] | None = None) -> Checkpoint:
+    """The checkpoint whose checkpoint.json is in ``folder``, without reading its parts.
+
+    ``sizes``: those of the files that it has, wherever they are; without them, the parts are not looked at. Raises the
+    same errors as `read`.
+    """
     try:
-        tree = read_json(folder / "checkpoint.json", _LARGEST_LISTING)
+        tree = read_json(folder / LISTING, LARGEST_LISTING)
     except (OSError, ValueError) as error:
         if shortage(error):
             raise  # it may be complete, so an older one must not replace it
@@ -136,13 +159,12 @@ def read(folder: Path) -> Checkpoint:
     whole, parts = _content(folder, tree), tree["parts"]
     if list(whole.parts) != [part_name(rank, len(parts)) for rank in range(len(parts))]:
         raise TrainerError(f"checkpoint {folder} is damaged: its list of parts does not come from one save")
-    for part in parts:
-        path = folder / part["name"]
-        size = path.stat().st_size if path.is_file() else None
+    for part in parts if sizes is not None else ():
+        size = (sizes or {}).get(part["name"])
         if size != part["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes instead of {part['bytes']}"
             raise TrainerError(f"checkpoint {folder} is damaged: {part['name']} {found}")
-    if extra := sorted(path.name for path in folder.glob("part-*") if path.name not in whole.parts):
+    if extra := sorted(name for name in sizes or () if name.startswith("part-") and name not in whole.parts):
         raise TrainerError(f"checkpoint {folder} is damaged: {extra[0]} belongs to another save")
     return whole
 
@@ -217,7 +239,7 @@ def find(path: Path, tell: Tell = silent) -> Checkpoint:
 
     ``tell`` receives a warning for each newer checkpoint that is skipped.
     """
-    if (path / "checkpoint.json").is_file():
+    if (path / LISTING).is_file():
         return read(path)
     found, passed = newest(path)
     if found is None:
@@ -282,9 +304,14 @@ def require_finite(what: str, tensors: Mapping[str, Tensor]) -> None:
 # ---- shared by reading and writing ----------------------------------------------------------------------------
 
 
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint's."""
+    return _NAME.fullmatch(name) is not None
+
+
 def named(root: Path) -> list[Path]:
     """The folders under ``root`` that are named like a checkpoint."""
-    return [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+    return [path for path in root.glob("step-*") if is_name(path.name)]
 
 
 def step_of(folder: Path) -> int:
@@ -318,24 +345,6 @@ def tree_sha256(tree: dict[str, Any]) -> str:
     """The sha256 of plain data, after a round trip through JSON."""
     plain = json.loads(json.dumps(tree))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def listing(shapes: Mapping[str, torch.Size], parts: list[dict[str, Any]], record: dict[str, Any]) -> bytes:
-    """The content of checkpoint.json, with its own sha256. ``parts``: the name, size and sha256 of each."""
-    sizes = {name: list(shape) for name, shape in shapes.items()}
-    return _signed({"format": FORMAT, "version": VERSION, "shapes": sizes, "parts": parts, "record": record})
-
-
-def amended(content: bytes, **changes: Any) -> bytes:
-    """A checkpoint.json with these items of its record replaced."""
-    tree = json.loads(content)
-    del tree["sha256"]
-    tree["record"] |= changes
-    return _signed(tree)
-
-
-def _signed(tree: dict[str, Any]) -> bytes:
-    return json.dumps({**tree, "sha256": tree_sha256(tree)}, indent=1).encode()
 
 
 class Pieces:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from trainer.checkpoint.listing import listing
 from trainer.checkpoint.part import Part, copy_part
-from trainer.checkpoint.reading import CheckpointConfig, listing, name_of
+from trainer.checkpoint.reading import CheckpointConfig, name_of
 from trainer.checkpoint.store import Draft, Store
 from trainer.engine.optimizer import LambertOptimizer
 from trainer.errors import TrainerError, explain

@@ -18,9 +18,10 @@ from data_prep.atomic import replacing, sync
 from trainer.checkpoint import leftovers
 from trainer.checkpoint import reading as checkpoint
 from trainer.checkpoint.leftovers import move_aside, remove, temporary
+from trainer.checkpoint.listing import amended
 from trainer.checkpoint.part import Part
 from trainer.checkpoint.reading import Check, Checkpoint, CheckpointConfig
-from trainer.checkpoint.store import Draft
+from trainer.checkpoint.store import Draft, outdated
 from trainer.errors import TrainerError
 from trainer.ranks.world import World
 
@@ -116,9 +117,8 @@ def prune(root: Path, config: CheckpointConfig, step: int) -> dict[Path, str]:
     Returns the paths that could not be removed, with the reasons. Folders of later steps stay: the run did not resume
     from them, and a person may want them.
     """
-    past = sorted((f for f in checkpoint.named(root) if checkpoint.step_of(f) <= step), key=checkpoint.step_of)
-    often, left = config.keep_every_steps, dict[Path, str]()
-    for path in (path for path in past[: -config.keep] if often is None or checkpoint.step_of(path) % often):
+    old, left = outdated(map(checkpoint.step_of, checkpoint.named(root)), config, step), dict[Path, str]()
+    for path in sorted((f for f in checkpoint.named(root) if checkpoint.step_of(f) in old), key=checkpoint.step_of):
         if path.is_symlink():  # somebody moved it to another disk
             left |= leftovers.stuck([path])
             continue
@@ -175,7 +175,7 @@ def amend(folder: Path, **changes: Any) -> None:
     """
     _point_to(folder)
     path = folder / "checkpoint.json"
-    listing = checkpoint.amended(path.read_bytes(), **changes)
+    listing = amended(path.read_bytes(), **changes)
     with replacing(path) as file:
         file.write(listing)
 

@@ -1,11 +1,11 @@
 """The place where a run's checkpoints are kept: a folder that all ranks see, or an object store.
 
-Saving and resuming know only this interface. `SharedFolder` keeps checkpoints in a folder.
+Saving and resuming know only this interface. trainer/checkpoint/shared_folder.py and object_store.py implement it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Protocol
@@ -73,3 +73,9 @@ class Store(Protocol):
 
     def found(self, name: str) -> Checkpoint:
         """The checkpoint that every rank has found intact."""
+
+
+def outdated(steps: Iterable[int], config: CheckpointConfig, step: int) -> list[int]:
+    """The steps, among those of whole checkpoints, that ``config`` does not keep after ``step`` has been saved."""
+    past, often = sorted(each for each in steps if each <= step), config.keep_every_steps
+    return [each for each in past[: -config.keep] if often is None or each % often]

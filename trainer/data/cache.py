@@ -50,7 +50,8 @@ ORIGIN = re.compile(r"https?://[^/?#@\s]+")
 class CacheConfig:
     """The folder that keeps the shards of remote data sets, and its size."""
 
-    folder: str = "~/.cache/lambert"  # on the node's own disk, shared by its ranks and by other runs
+    # on the node's own disk, shared by its ranks and by other runs; a run at an address works in it
+    folder: str = "~/.cache/lambert"
     # size limit, beyond which the least recently used shards are removed; the shards of the current shuffle window and
     # of the next one always stay
     gigabytes: float = 20.0

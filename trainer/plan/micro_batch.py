@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from trainer.checkpoint.reading import newest
 from trainer.checkpoint.train_state import state_of
 from trainer.console import say
 from trainer.engine.schedule import MOST_TOKENS, batch_problems
@@ -23,6 +21,8 @@ from trainer.plan.estimate import largest, setting_of
 from trainer.plan.lengths import lengths_of
 from trainer.plan.memory import CONTEXT_BYTES, GIB, sizes
 from trainer.ranks.world import World, broadcast_text, gather_texts, together
+from trainer.run.config import Config
+from trainer.run.home import store_of
 from trainer.run.phases import PhaseData, Plan
 
 AUTO = "auto"
@@ -64,7 +64,7 @@ def _numbers(plan: Plan, ranks: int, room: Room) -> dict[str, int]:
 
     Raises TrainerError with all phases that have none.
     """
-    found, problems, before = dict[str, int](), list[str](), stored(Path(plan.config.run.folder))
+    found, problems, before = dict[str, int](), list[str](), stored(plan.config)
     for index, data in enumerate(plan.phases):
         if data.phase.micro_batch != AUTO:
             continue
@@ -95,9 +95,9 @@ def _number(plan: Plan, data: PhaseData, ranks: int, room: Room, before: int | N
     return number, source
 
 
-def stored(folder: Path) -> dict[str, int | None]:
+def stored(config: Config) -> dict[str, int | None]:
     """The micro-batches in the run's newest checkpoint, by the phase's name; empty if it has none."""
-    found, _ = newest(folder, check=state_of) if folder.is_dir() else (None, [])
+    found, _ = store_of(config).newest({}, state_of)
     phases = [] if found is None else found.record["config"]["phases"]
     return {own["name"]: own.get("micro_batch") for own in phases}
 

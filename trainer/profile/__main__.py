@@ -36,6 +36,7 @@ from trainer.profile.report import RankTimes
 from trainer.profile.steps import Size, Steps, Timing
 from trainer.ranks.ending import guard
 from trainer.ranks.world import World, gather_texts, leave, together
+from trainer.run.home import working_folder
 from trainer.run.phases import Plan
 from trainer.run.start import meet, prepare
 
@@ -69,7 +70,7 @@ def _profile(plan: Plan, world: World, options: argparse.Namespace) -> None:
     meet(plan, world)
     phase = together(partial(_phase, plan, options.phase), world)
     out: Path = options.out
-    together(lambda: _claim(out, Path(plan.config.run.folder)) if world.is_local_main else None, world)
+    together(lambda: _claim(out, working_folder(plan.config)) if world.is_local_main else None, world)
     plan = settle(plan, world, world.size)
     size = Size.of(plan.phases[phase], world.size, options.micro_batches)
     with (

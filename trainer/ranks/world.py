@@ -305,7 +305,7 @@ def _require_seen(mark: Path) -> None:
         if time.monotonic() > deadline:
             raise TrainerError(
                 f"run.folder {mark.parent} on {socket.gethostname()} is not the one that rank 0 writes to: put it on a "
-                "file system that all nodes share"
+                "file system that all nodes share, or set it to an address such as s3://bucket/runs/first"
             )
         time.sleep(0.2)
 

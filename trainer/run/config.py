@@ -22,6 +22,7 @@ from data_prep.json_text import read_text, shown
 from trainer.bounds import outside
 from trainer.checkpoint.reading import CheckpointConfig
 from trainer.data.cache import CacheConfig
+from trainer.data.remote import is_remote
 from trainer.engine.engine import EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.schedule import MOST_TOKENS, Phase
@@ -31,6 +32,7 @@ from trainer.monitor.guard import GuardConfig
 from trainer.monitor.metrics import MetricsConfig
 from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS
 from trainer.run.evaluation import EvaluationConfig
+from trainer.store.objects import require_address
 from trainer.strict_yaml import LARGEST_YAML_BYTES, parse_yaml
 
 LONGEST_TEXT = 4096  # characters; the longest path that Linux accepts
@@ -44,7 +46,9 @@ class RunConfig:
     """What the run is called, where it writes, and what makes it random."""
 
     name: str  # names the run in metrics, reports and dashboards
-    folder: str  # checkpoints, metrics and the resolved configuration go here
+    # checkpoints, metrics and the resolved configuration go here: a folder that all nodes see, or an address of an
+    # object store, s3://bucket/runs/first, which needs no common folder; docs/object_store.md
+    folder: str
     seed: int = 1  # for the initial weights, the order of samples and dropout
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs if there are any, else CPUs
     # auto: continue from the newest checkpoint in the folder, if any; never: refuse a folder that has one
@@ -62,6 +66,11 @@ class RunConfig:
         found = []
         if not self.folder:
             found.append("folder is empty: name one for this run")
+        elif is_remote(self.folder):
+            try:
+                require_address(self.folder)
+            except TrainerError as error:
+                found.append(f"folder is {error}")
         if self.weights == "":
             found.append("weights is empty: name a file or a folder, or set it to null")
         if not 0 <= self.seed < 2**63:

@@ -26,15 +26,18 @@ def take(config: Config, tell: Tell) -> IO[str] | None:
     """Create and lock the folder. Raises TrainerError if it is not a run's folder, or another run writes to it."""
     folder = Path(config.run.folder)
     require_own_folder(folder)
-    patience = min(LOCK_PATIENCE_SECONDS, config.run.timeout_seconds / 2)  # the other ranks wait in a collective
-    lock = hold(folder, patience, tell)
+    lock = hold(folder, patience(config), tell)
     forget_request(folder)  # an earlier attempt's, which was killed before it saw it
     return lock
 
 
-def leave_configuration(plan: Plan) -> None:
+def patience(config: Config) -> float:
+    """Seconds to wait for an earlier attempt to end; meanwhile, the other ranks wait in a collective."""
+    return min(LOCK_PATIENCE_SECONDS, config.run.timeout_seconds / 2)
+
+
+def leave_configuration(folder: Path, plan: Plan) -> None:
     """Write the resolved configuration and a copy of the tokenizer."""
-    folder = Path(plan.config.run.folder)
     with replacing(folder / "config.yaml") as file:
         file.write(yaml.safe_dump(to_tree(plan.config), sort_keys=False).encode())
     given, own = plan.phases[0].loader.folder / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER

@@ -34,7 +34,7 @@ def start(plan: Plan, optimizer: LambertOptimizer, tell: Tell) -> None:
         tokenizer = plan.phases[0].loader.folder / TOKENIZER_FOLDER
         start_from(Path(run.weights), plan.config.model, optimizer, tell, tokenizer)
         source = run.weights
-    tell(f"no checkpoint in {Path(run.folder)}: a fresh start from {source}")
+    tell(f"no checkpoint in {run.folder}: a fresh start from {source}")
 
 
 def _fillers(loader: Loader) -> int:

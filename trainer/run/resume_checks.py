@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from data_prep.manifest import MANIFEST, manifest_hash
-from trainer.checkpoint.reading import Checkpoint, named
+from trainer.checkpoint.reading import Checkpoint, is_name
 from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.console import Tell
 from trainer.engine.schedule import Phase
@@ -48,9 +48,14 @@ def identity(plan: Plan) -> dict[str, Any]:
 
 def require_own_folder(folder: Path) -> None:
     """Raises TrainerError if the folder contains a data set, or a configuration that no run wrote."""
+    require_own_files([path.name for path in folder.iterdir()] if folder.is_dir() else [], str(folder))
+
+
+def require_own_files(names: Collection[str], place: str) -> None:
+    """Raises TrainerError if these files and folders, in the run's folder ``place``, are not a run's."""
     for name in (MANIFEST, "config.yaml"):
-        if (folder / name).exists() and not ((folder / METRICS_LOG).exists() or named(folder)):
-            raise TrainerError(f"run.folder {folder} contains {name}, which no run wrote: name another folder")
+        if name in names and METRICS_LOG not in names and not any(map(is_name, names)):
+            raise TrainerError(f"run.folder {place} contains {name}, which no run wrote: name another folder")
 
 
 def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[str]) -> None:
@@ -59,8 +64,9 @@ def require_allowed(config: Config, found: Checkpoint | None, passed: Sequence[s
     if found is None and (wanted == "required" or passed):
         raise TrainerError(f"no whole checkpoint in {folder}: check run.folder, or remove what is there")
     if found is not None and wanted == "never":
+        place = f"{folder.rstrip('/')}/{found.folder.name}"
         raise TrainerError(
-            f"{found.folder} exists and run.resume is never: give run.folder another name, or set resume to auto"
+            f"{place} exists and run.resume is never: give run.folder another name, or set resume to auto"
         )
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 from trainer.checkpoint.changed_settings import Setup, since, spelled
 from trainer.checkpoint.reading import Checkpoint
 from trainer.checkpoint.resume import choose, load, record, require_saved
 from trainer.checkpoint.saving import Saver, attempt
-from trainer.checkpoint.shared_folder import SharedFolder, stuck_saves
+from trainer.checkpoint.shared_folder import stuck_saves
 from trainer.checkpoint.train_state import TrainState, state_of
 from trainer.console import say, silent, warn
 from trainer.data.loader import StepBatch
@@ -24,13 +23,14 @@ from trainer.exits import FAILED
 from trainer.monitor.guard import GUIDE, OUTSIDE, Finding, Guard, GuardState, Setback
 from trainer.monitor.metrics import Metrics, Subject
 from trainer.ranks.stop import Stop
-from trainer.ranks.world import World, limit_waits, require_shared, together
+from trainer.ranks.world import World, limit_waits, together
 from trainer.run.config import to_tree
 from trainer.run.description import describe, devices
 from trainer.run.diagnosis import diagnose
 from trainer.run.evaluation import evaluate
-from trainer.run.folder import forget_end, leave_configuration, leave_end, take
+from trainer.run.folder import forget_end, leave_configuration, leave_end
 from trainer.run.fresh import build_model, start
+from trainer.run.home import Home, open_home
 from trainer.run.phases import PhaseData, Plan, remaining
 from trainer.run.resume_checks import (
     identity,
@@ -47,20 +47,17 @@ from trainer.run.stop_request import requested
 class Run:
     """The parts of one run on one rank, and what they do at a step boundary when they are due."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, world: World, home: Home) -> None:
         config = plan.config
         self.plan, self.config, self.phases, self.world = plan, config, plan.phases, world
-        self.folder = Path(config.run.folder)
+        self.folder, self.store = home.folder, home.store
         self.say = say if world.is_main else silent
         asked = partial(requested, self.folder, self.say) if world.is_main else None
         self.stop = Stop(world, config.metrics.log_every_steps, asked)
         self.guard = Guard(config.guard)
         watch = Stopwatch(world.device)
-        self.lock = together(lambda: take(config, self.say) if world.is_main else None, world)
-        require_shared(self.folder, world)
         self.identity = together(partial(identity, plan), world)  # once: a save reads no other files
         # before changing anything in the folder: it may be another run's
-        self.store = SharedFolder(self.folder)
         self.found = choose(self.store, world, require_state, partial(require_allowed, config))
         together(self._require_same, world)
         if self.found is not None:
@@ -138,7 +135,7 @@ class Run:
 
     def describe(self, state: TrainState) -> None:
         """Report once what actually runs; leave the resolved configuration and the tokenizer in the run's folder."""
-        together(lambda: leave_configuration(self.plan) if self.world.is_main else None, self.world)
+        together(lambda: leave_configuration(self.folder, self.plan) if self.world.is_main else None, self.world)
         if self.plan.timed:
             names = ", ".join(self.plan.timed)
             self.say(f"note: these phases end by time, so repeating or resuming them does not give equal bits: {names}")
@@ -332,24 +329,24 @@ def train(plan: Plan, world: World) -> TrainState:
 
     Returns the last state; its phase is past the last one unless the run was stopped.
     """
-    run = Run(plan, world)
-    try:
-        state = run.restore()
-        run.describe(state)
-        while True:
-            try:
-                return _train(run, state)
-            except Setback as setback:  # raised on all ranks together
-                state = run.roll_back(setback)
-    except BaseException as error:
-        error.add_note(f"after step {run.metrics.reached}")
-        run.rescue(error)
-        run.fail(error)
-        raise
-    finally:
-        run.metrics.linger()
-        if run.lock is not None:
-            run.lock.close()
+    with closing(open_home(plan.config, world)) as home:
+        run = Run(plan, world, home)
+        try:
+            state = run.restore()
+            run.describe(state)
+            while True:
+                try:
+                    return _train(run, state)
+                except Setback as setback:  # raised on all ranks together
+                    state = run.roll_back(setback)
+        except BaseException as error:
+            error.add_note(f"after step {run.metrics.reached}")
+            run.rescue(error)
+            run.fail(error)
+            raise
+        finally:
+            home.settle()
+            run.metrics.linger()
 
 
 def _train(run: Run, state: TrainState) -> TrainState:
