@@ -44,11 +44,15 @@ REFUSALS = [  # an example, what is changed in it, and the beginning of the line
     ("job", "run.run.name=", "run.run.name is missing: "),
     ("job", "run.phases=null", "run.phases is not a list of phases: "),
     ("job", "run.run.seed=9007199254740994", "run.run.seed is above 2^53, where Helm rounds numbers: "),
-    ("job", "run.run.folder=/data/run", "run.run.folder is /data/run: it must be under runs.path, /runs, "),
+    (
+        "job",
+        "run.run.folder=/data/run",
+        "run.run.folder is /data/run: it must be an address or under runs.path, /runs, ",
+    ),
     (
         "job",
         "run.run.folder=/runs/../data/run",
-        "run.run.folder is /runs/../data/run: it must be under runs.path, /runs, ",
+        "run.run.folder is /runs/../data/run: it must be an address or under runs.path, /runs, ",
     ),
     ("job", "run.run.device=cpu", "run.run.device is cpu, but gpus is 8: "),
     ("trainjob", "run.run.device=cuda", "run.run.device is cuda, but gpus is 0: "),
@@ -60,6 +64,11 @@ REFUSALS = [  # an example, what is changed in it, and the beginning of the line
         "jobset",
         "--set-json=networkPolicy.egress=[]",
         "run.phases.0.train is s3://corpus/train-128, but networkPolicy.egress allows no outside connection: ",
+    ),
+    (
+        "job",
+        "run.run.folder=s3://bucket/runs/first",
+        "run.run.folder is s3://bucket/runs/first, but networkPolicy.egress allows no outside connection: ",
     ),
     ("jobset", "shardCache=70Gi", "run.cache.gigabytes does not fit into shardCache, 70Gi: "),
     (
@@ -271,6 +280,21 @@ def test_checkpoints_outlive_the_release() -> None:
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert not [each for each in rendered("jobset") if each["kind"] == "PersistentVolumeClaim"]  # it names one
+
+
+def test_a_run_at_an_address_needs_no_claim() -> None:
+    """It works on the node's disk instead, and may have several nodes whatever the access mode of claims is."""
+    options = ("run.run.folder=s3://bucket/runs/first", "networkPolicy.enabled=false", "runs.accessMode=ReadWriteOnce")
+    done = template("job", f"--set={','.join(options)}")
+    assert done.returncode == 0, done.stderr
+    made = list(yaml.safe_load_all(done.stdout))
+    assert not [each for each in made if each["kind"] == "PersistentVolumeClaim"]
+    config = yaml.safe_load(one(made, "ConfigMap")["data"]["run.yaml"])
+    assert config["run"]["folder"] == "s3://bucket/runs/first" and config["cache"]["folder"] == "/shards"
+    pod = one(made, "Job")["spec"]["template"]["spec"]
+    names = {volume["name"] for volume in pod["volumes"]}
+    assert "shards" in names and "runs" not in names
+    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} <= names
 
 
 def test_another_configuration_makes_another_pod() -> None:

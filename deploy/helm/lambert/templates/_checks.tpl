@@ -61,7 +61,11 @@
 {{- if gt (float64 (dig "run" "seed" 1 $run)) 9007199254740992.0 -}}
 {{- fail "run.run.seed is above 2^53, where Helm rounds numbers: choose a smaller seed" -}}
 {{- end -}}
-{{- if and (gt (int $v.nodes) 1) (ne $v.runs.accessMode "ReadWriteMany") (not $v.runs.claim) -}}
+{{- $address := include "lambert.address" . -}}
+{{- if and $address $v.networkPolicy.enabled (not $v.networkPolicy.egress) -}}
+{{- fail (printf "run.run.folder is %s, but networkPolicy.egress allows no outside connection: add a rule, or [{}] to allow all" $address) -}}
+{{- end -}}
+{{- if and (gt (int $v.nodes) 1) (ne $v.runs.accessMode "ReadWriteMany") (not $v.runs.claim) (not $address) -}}
 {{- fail (printf "runs.accessMode is %s, but nodes is %d: set it to ReadWriteMany, since all nodes write there" $v.runs.accessMode (int $v.nodes)) -}}
 {{- end -}}
 {{- if ge (int64 (include "lambert.mebibytes" $v.shm)) (int64 (include "lambert.mebibytes" $v.resources.memory)) -}}

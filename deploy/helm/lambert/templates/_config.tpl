@@ -28,8 +28,9 @@
 {{- $run := include "lambert.given" . | fromYaml -}}
 {{- $path := .Values.runs.path -}}
 {{- $folder := dig "run" "folder" "" $run | default (printf "%s/%s" $path (dig "run" "name" "" $run)) -}}
-{{- if or (not (hasPrefix (printf "%s/" $path) $folder)) (contains ".." $folder) -}}
-{{- fail (printf "run.run.folder is %s: it must be under runs.path, %s, or be left out" $folder $path) -}}
+{{- $inside := hasPrefix (printf "%s/" $path) $folder -}}
+{{- if or (not (or $inside (include "lambert.address" .))) (contains ".." $folder) -}}
+{{- fail (printf "run.run.folder is %s: it must be an address or under runs.path, %s, or be left out" $folder $path) -}}
 {{- end -}}
 {{- $device := ternary "cuda" "cpu" (gt (int .Values.gpus) 0) -}}
 {{- $given := dig "run" "device" "auto" $run -}}
@@ -46,7 +47,7 @@
 {{- fail (printf "run.run.ranks is %v, but nodes × ranks per node is %d: leave run.run.ranks out or change nodes or gpus" $given $ranks) -}}
 {{- end -}}
 {{- $set := dict "run" (dict "folder" $folder "device" $device "ranks" $ranks) "metrics" (dict "port" .Values.metricsPort) -}}
-{{- if include "lambert.remote" . -}}
+{{- if include "lambert.cached" . -}}
 {{- $set = set $set "cache" (dict "folder" "/shards") -}}
 {{- end -}}
 {{- toYaml (mergeOverwrite $run $set) -}}
@@ -66,6 +67,17 @@
 {{- /* Not empty if any shards are at an address. */ -}}
 {{- define "lambert.remote" -}}
 {{- if contains "://" (include "lambert.shards" .) }}yes{{ end -}}
+{{- end }}
+
+{{- /* The address of the run's folder; empty if the run is on a claim. */ -}}
+{{- define "lambert.address" -}}
+{{- $folder := dig "run" "folder" "" (include "lambert.given" . | fromYaml) -}}
+{{- if contains "://" $folder }}{{ $folder }}{{ end -}}
+{{- end }}
+
+{{- /* Not empty if the node's disk holds shards from addresses, or a run that is at one. */ -}}
+{{- define "lambert.cached" -}}
+{{ include "lambert.remote" . }}{{ include "lambert.address" . }}
 {{- end }}
 
 {{- /* Seconds that a stop can take: twice the time until ranks check for a stop, evaluate and save; then the last scrape. */ -}}

@@ -107,22 +107,26 @@ containers:
     securityContext: {{- include "lambert.securityContext" .root | nindent 6 }}
     volumeMounts:
       - {name: config, mountPath: /etc/lambert, readOnly: true}
+      {{- if not (include "lambert.address" .root) }}
       - {name: runs, mountPath: {{ $v.runs.path }}}
+      {{- end }}
       {{- if $v.data.claim }}
       - {name: data, mountPath: {{ $v.data.path }}, readOnly: true}
       {{- end }}
-      {{- if include "lambert.remote" .root }}
+      {{- if include "lambert.cached" .root }}
       - {name: shards, mountPath: /shards}
       {{- end }}
       - {name: shm, mountPath: /dev/shm}
       {{- include "lambert.scratchMounts" .root | nindent 6 }}
 volumes:
   - {name: config, configMap: {name: {{ .root.Release.Name }}}}
+  {{- if not (include "lambert.address" .root) }}
   - {name: runs, persistentVolumeClaim: {claimName: {{ include "lambert.runsClaim" .root }}}}
+  {{- end }}
   {{- with $v.data.claim }}
   - {name: data, persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}}
   {{- end }}
-  {{- if include "lambert.remote" .root }}
+  {{- if include "lambert.cached" .root }}
   - {name: shards, emptyDir: {sizeLimit: {{ $v.shardCache }}}}
   {{- end }}
   - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $v.shm }}}}
