@@ -26,6 +26,7 @@ from data_prep.streams import write_whole_lines
 from data_prep.tokenizer import load_proven
 from kernels import backend
 from trainer.checkpoint.average import average, select, steps
+from trainer.checkpoint.fetched import fetched
 from trainer.checkpoint.reading import Checkpoint, load_model, model_of, read
 from trainer.checkpoint.trained_tokenizer import require_vocabulary, token_counts
 from trainer.console import Tell, complain, print_result, silent, teller
@@ -34,7 +35,7 @@ from trainer.data.loader import Loader
 from trainer.data.remote import is_remote
 from trainer.errors import TrainerError, exit_code, one_line
 from trainer.exits import DONE
-from trainer.options import add_average, add_kernels
+from trainer.options import CHECKPOINT, add_average, add_kernels, path_or_address
 from trainer.ranks.world import World, broadcast_text, from_launcher, join, leave, speaks_first, together
 from trainer.run.evaluation import EvaluationConfig, evaluate_context
 
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command as one process or as a launcher's ranks, on GPUs if there are any."""
     write_whole_lines()
     parser = CommandParser(prog="python -m trainer.evaluate", description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
+    parser.add_argument("--checkpoint", required=True, type=path_or_address, help=CHECKPOINT)
     add_average(parser)
     parser.add_argument("--heldout", required=True, help="held-out shards: a folder or an address")
     parser.add_argument(
@@ -109,7 +110,7 @@ def _on_ranks(command: Callable[[], dict[str, float]], world: World) -> NoReturn
 def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: World) -> dict[str, float]:
     checkpoint, heldout, train = options.checkpoint, options.heldout, options.train
     tell = teller("trainer.evaluate") if world.is_main else silent
-    checkpoints = _select(checkpoint, options.average, tell, world)
+    checkpoints = _select(checkpoint, options.average, cache.folder, tell, world)
     found = checkpoints[0]
     shape = model_of(found)
     (heldout_folder, remote), (train_folder, _) = _open(heldout, cache, world), _open(train, cache, world)
@@ -140,13 +141,25 @@ def _evaluate_command(options: argparse.Namespace, cache: CacheConfig, world: Wo
     return evaluate_context(model, loader, counts, world.device, options.micro_batch)
 
 
-def _select(path: Path, count: int | None, tell: Tell, world: World) -> list[Checkpoint]:
+def _select(place: Path | str, count: int | None, cache: str, tell: Tell, world: World) -> list[Checkpoint]:
     """The checkpoints to average. Rank 0 selects for all ranks: a run that is still training may save another one."""
+
+    def choose() -> list[Checkpoint]:
+        return select(fetched(place, tell, count, cache), count, tell)
+
     if world.size == 1:
-        return select(path, count, tell)
-    chosen = together(lambda: select(path, count, tell) if world.is_main else [], world)
-    names = broadcast_text("\n".join(str(found.folder) for found in chosen), world).splitlines()
-    return together(lambda: [read(Path(name)) for name in names], world)
+        return choose()
+    chosen = together(lambda: choose() if world.is_main else [], world)
+    places = [str(found.folder) if isinstance(place, Path) else _address_of(place, found) for found in chosen]
+    names = broadcast_text("\n".join(places), world).splitlines()
+    local = isinstance(place, Path)
+    return together(lambda: [read(Path(name) if local else fetched(name, tell, None, cache)) for name in names], world)
+
+
+def _address_of(place: str, found: Checkpoint) -> str:
+    """The address of a checkpoint that was chosen from ``place``, which is its run or the checkpoint itself."""
+    name = found.folder.name
+    return place if place.rstrip("/").endswith(f"/{name}") else f"{place.rstrip('/')}/{name}"
 
 
 def _open(place: str, config: CacheConfig, world: World) -> tuple[Path, Cache | None]:

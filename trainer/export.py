@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from data_prep.options import CommandParser
 from data_prep.tokenizer import load_tokenizer
 from trainer.checkpoint.average import average, select, steps
+from trainer.checkpoint.fetched import fetched
 from trainer.checkpoint.reading import model_of
 from trainer.checkpoint.trained_tokenizer import tokenizer_of
 from trainer.console import complain, print_result, teller
@@ -24,13 +25,13 @@ from trainer.convert import onnx
 from trainer.convert.folder import LOGIT_TOLERANCE, random_batch, write_folder
 from trainer.convert.model_card import write_card
 from trainer.errors import TrainerError, exit_code
-from trainer.options import add_average
+from trainer.options import CHECKPOINT, add_average, path_or_address
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
     parser = CommandParser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
-    parser.add_argument("--checkpoint", required=True, type=Path, help="a run's folder, or one step-… folder in it")
+    parser.add_argument("--checkpoint", required=True, type=path_or_address, help=CHECKPOINT)
     add_average(parser)
     parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", type=Path, help="by default the one stored in the run's folder")
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     tell = teller("trainer.export")
-    checkpoints = select(options.checkpoint, options.average, tell)
+    checkpoints = select(fetched(options.checkpoint, tell, options.average), options.average, tell)
     found = checkpoints[0]
     folder, tokenizer = tokenizer_of(found, tell, options.tokenizer)
     weights, model = average(checkpoints), model_of(found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from textwrap import shorten
 
 import torch
@@ -19,13 +18,14 @@ from data_prep.options import CommandParser
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
 from trainer.bounds import outside
+from trainer.checkpoint.fetched import fetched
 from trainer.console import complain, print_result, teller
 from trainer.convert.weights import load_bert
 from trainer.errors import TrainerError, exit_code
 from trainer.finetune.task import Example, collate
 from trainer.model.batch import IGNORED, MicroBatch, Rows
 from trainer.model.bert import Bert
-from trainer.options import add_kernels
+from trainer.options import add_kernels, path_or_address
 
 MASK = "[MASK]"
 Answer = list[tuple[str, float]]  # tokens and their probabilities, the likeliest first
@@ -84,7 +84,7 @@ def _lines(texts: list[str], answers: list[list[Answer]]) -> Iterator[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code; an error prints one line."""
     parser = CommandParser(prog="python -m trainer.fill_mask", description="Predict the tokens behind [MASK] in texts.")
-    parser.add_argument("--model", required=True, type=Path, help="a run's folder, a checkpoint, a Hugging Face BERT")
+    parser.add_argument("--model", required=True, type=path_or_address, help="a run, a checkpoint, a Hugging Face BERT")
     parser.add_argument("--top", type=int, default=5, help="how many tokens to list for each [MASK] (%(default)s)")
     add_kernels(parser)
     parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text with at least one [MASK]")
@@ -94,7 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with backend.using(options.kernels):
             backend.resolve("cpu")
-            model, folder, missing = load_bert(options.model, teller("trainer.fill_mask"))
+            tell = teller("trainer.fill_mask")
+            model, folder, missing = load_bert(fetched(options.model, tell), tell)
             if "MLM head" in missing:
                 raise TrainerError(
                     f"{options.model} has no MLM head, so it cannot predict tokens: name a model that has one"

@@ -18,6 +18,7 @@ from matplotlib import rc_context
 from data_prep.atomic import replacing
 from data_prep.errors import DataError
 from data_prep.options import CommandParser, check_place
+from trainer.checkpoint.fetched import journal
 from trainer.console import complain, print_result
 from trainer.errors import TrainerError, exit_code
 from trainer.monitor.history import History, read_history
@@ -26,7 +27,11 @@ from trainer.monitor.panels import (
 )
 from trainer.monitor.references import fitting
 from trainer.monitor.summary import draw, published, summary
+from trainer.options import path_or_address
 from trainer.runs.status import read_status
+from trainer.store.objects import Objects
+
+PICTURE = "report.png"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,24 +39,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(
         prog="python -m trainer.report", description="Draw a run's metrics as report.png and print a summary."
     )
-    parser.add_argument("folder", type=Path, help="the run's folder")
+    parser.add_argument("folder", type=path_or_address, metavar="RUN", help="the run's folder, or its address")
     parser.add_argument(
         "--references", action=argparse.BooleanOptionalAction, default=True, help="compare with published results (on)"
     )
     text = "write a page for a browser, which needs no other file, instead of the picture"
     parser.add_argument("--html", type=Path, metavar="FILE", help=text)
     options = parser.parse_args(arguments)
-    folder, path = options.folder, options.html or options.folder / "report.png"
+    path = options.html or Path(str(options.folder)) / PICTURE
     try:
         if options.html is not None:
             check_place("--html", path, ".html")
+        folder = options.folder if isinstance(options.folder, Path) else journal(Objects(options.folder))
+        path = options.html or folder / PICTURE
         history = read_history(folder)
         references = fitting(folder) if options.references else []
         if options.html is not None:
             _write_page(path, folder, history)
         else:
             with rc_context(STYLE), replacing(path) as file:
-                draw(history, str(folder), references).savefig(file, dpi=100, format="png")
+                draw(history, str(options.folder), references).savefig(file, dpi=100, format="png")
+            if isinstance(options.folder, str):
+                Objects(options.folder).put(path, PICTURE)
         rows = [*summary(history).items(), *(("published", published(each, history)) for each in references)]
         print_result("\n".join([str(path), *(f"  {name:12} {text}" for name, text in rows)]))
     except (DataError, TrainerError) as error:

@@ -15,12 +15,13 @@ from safetensors import SafetensorError
 from data_prep.errors import DataError
 from data_prep.options import CommandParser
 from trainer.checkpoint.average import average, select, steps
+from trainer.checkpoint.fetched import fetched
 from trainer.checkpoint.reading import model_of
 from trainer.checkpoint.trained_tokenizer import own_folder, recorded, tokenizer_of
 from trainer.console import complain, print_result, teller
 from trainer.convert.weights import require_new, write
 from trainer.errors import TrainerError, exit_code
-from trainer.options import add_average
+from trainer.options import CHECKPOINT, add_average, path_or_address
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,14 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(
         prog="python -m trainer.weights", description="Write a checkpoint's weights as one safetensors file."
     )
-    parser.add_argument("checkpoint", type=Path, help="a run's folder, or one step-… folder in it")
+    parser.add_argument("checkpoint", type=path_or_address, help=CHECKPOINT)
     parser.add_argument("out", type=Path, help="the safetensors file to write; must not exist")
     add_average(parser)
     options = parser.parse_args(arguments)
     try:
         require_new(options.out)
         tell = teller("trainer.weights")
-        checkpoints = select(options.checkpoint, options.average, tell)
+        checkpoints = select(fetched(options.checkpoint, tell, options.average), options.average, tell)
         weights, found = average(checkpoints), checkpoints[0]
         sha256 = tokenizer_of(found, tell)[1].sha256() if own_folder(found).is_dir() else recorded(found.record)
         write(weights, model_of(found), options.out, sha256)

@@ -33,6 +33,7 @@ from data_prep.errors import DataError
 from data_prep.options import CommandParser
 from data_prep.tokenizer import Tokenizer, load_tokenizer
 from kernels import backend
+from trainer.checkpoint.fetched import fetched
 from trainer.console import complain, print_result, teller
 from trainer.convert.weights import load_bert, require_new
 from trainer.encode.vectors import EncodedPart, Text, write_npy, write_parquet
@@ -41,7 +42,7 @@ from trainer.finetune.lines import loads
 from trainer.finetune.task import Example, collate, fit, pack
 from trainer.model.batch import Rows
 from trainer.model.bert import Bert, pool
-from trainer.options import add_kernels
+from trainer.options import add_kernels, path_or_address
 
 POOLS = ("mean", "max", "cls", "pooler")
 LAYERS = ("last", "mean4", "concat4")
@@ -243,8 +244,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--model",
         required=True,
-        type=Path,
-        help="a run's folder, a checkpoint, a Hugging Face BERT, or a fine-tuned one",
+        type=path_or_address,
+        help="a run's folder, a checkpoint, a Hugging Face BERT, or a fine-tuned one; also at an address",
     )
     parser.add_argument("--out", required=True, type=Path, help="the .npy or .parquet file to write; must not exist")
     parser.add_argument("--input", help="a file with one text per line; - is standard input")
@@ -285,7 +286,7 @@ def _run(options: argparse.Namespace, single: bool, texts: Iterable[Text]) -> No
     pooling = Pooling("tokens" if single else options.pool or "mean", options.layers)
     if pooling.layers != "last" and pooling.pool == "pooler":
         raise TrainerError(f"--layers {pooling.layers}: the pooler reads only the last layer: use --layers last")
-    model, folder, missing = load_bert(options.model, _tell)
+    model, folder, missing = load_bert(fetched(options.model, _tell), _tell)
     tokenizer = load_tokenizer(folder)
     if pooling.layers != "last" and model.model.layers < _FOUR:
         raise TrainerError(

@@ -17,6 +17,7 @@ import trainer.ranks.first_process  # noqa: F401  before the others, which take 
 from data_prep.manifest import file_sha256
 from data_prep.streams import write_whole_lines
 from kernels import backend
+from trainer.checkpoint.fetched import fetched
 from trainer.console import Tell, print_result, say, silent, warn
 from trainer.engine.engine import EngineConfig, resolve_precision
 from trainer.errors import TrainerError, exit_code, explain, one_line
@@ -84,7 +85,7 @@ def by_option(text: str) -> str:
 def make_job(options: Options, tell: Tell) -> tuple[FineTuningJob, EvaluationFile | None]:
     """Build the task, its tokenised data and the starting weights; also return the test file, if any."""
     task = known(options.task).make(options.wish, tell)
-    given = read_pretrained(options.model, options.tokenizer, tell)
+    given = read_pretrained(fetched(options.model, tell), options.tokenizer, tell)
     longest = options.recipe.length
     if longest > given.model.max_positions:
         most = given.model.max_positions

@@ -25,7 +25,7 @@ def card(job: FineTuningJob, rows: list[SettingSummary], tree: Mapping[str, Any]
 
     ``tree``: the contents of results.json; ``machine``: the hardware it ran on, in words.
     """
-    options, base, runs = job.options, job.options.model.resolve().name, tree["runs"]
+    options, base, runs = job.options, Path(job.options.model).resolve().name, tree["runs"]
     seconds = sum(run["seconds"] for run in runs)
     sections = [
         _front(job.task.export_class),

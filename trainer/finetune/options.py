@@ -16,6 +16,7 @@ from trainer.errors import TrainerError
 from trainer.finetune.classification import Columns
 from trainer.finetune.formats import split_name
 from trainer.finetune.tasks import TASKS, Known, Recipe, Wish, known
+from trainer.options import path_or_address
 from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS
 
 T = TypeVar("T", int, float)
@@ -52,7 +53,7 @@ class Options:
     """Everything the user chose, with the task's defaults filled in."""
 
     task: str
-    model: Path
+    model: Path | str
     tokenizer: Path | None
     out: Path
     wish: Wish
@@ -217,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--task", required=True, help=f"one of {', '.join(sorted(TASKS))}")
-    add("--model", required=True, type=Path, help="folder of a Hugging Face BERT, or of a Lambert run or checkpoint")
+    add("--model", required=True, type=path_or_address, help="a Hugging Face BERT, run or checkpoint, or its address")
     add("--tokenizer", type=Path, help="folder of its tokenizer, if that is not next to the model")
     add("--out", required=True, type=Path, help="output folder; running the same command again resumes in it")
     data = parser.add_argument_group("data")

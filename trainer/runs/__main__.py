@@ -23,15 +23,19 @@ from typing import NoReturn
 from data_prep.errors import DataError
 from data_prep.options import CommandParser, check_place
 from trainer.console import complain, print_result
+from trainer.data.remote import is_remote
 from trainer.errors import TrainerError, exit_code
 from trainer.exits import INTERRUPTED
 from trainer.monitor.metrics_log import METRICS_LOG
+from trainer.options import path_or_address
+from trainer.runs.addresses import copy_of, statuses_at
 from trainer.runs.status import RunStatus, find_runs, in_order, read_status
 from trainer.runs.stopping import ask_to_stop
 from trainer.runs.table import clipped, table
 
 RUNS = Path("runs")  # where runs are looked for, unless the command says otherwise
 HOME, REST_OF_LINE, REST_OF_SCREEN, CLEAR = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[2J"  # a terminal's own commands
+WHERE = "where to look: folders or addresses (runs)"
 PROGRAM = "python -m trainer.runs"
 
 
@@ -61,7 +65,7 @@ def _list(words: list[str]) -> None:
         description="List all runs below some folders.",
         epilog=f"See also {PROGRAM} stop --help and {PROGRAM} compare --help. For a folder named stop, write ./stop.",
     )
-    parser.add_argument("folders", nargs="*", type=Path, default=[RUNS], metavar="FOLDER", help="where to look (runs)")
+    parser.add_argument("folders", nargs="*", type=path_or_address, default=[RUNS], metavar="FOLDER", help=WHERE)
     parser.add_argument("--price", type=_positive, metavar="X", help="price of one GPU for one hour")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of a table; see docs/runs.md")
@@ -75,6 +79,8 @@ def _list(words: list[str]) -> None:
     options = parser.parse_args(words)
     if options.token_file is not None and options.serve is None:
         parser.error("argument --token-file: needs --serve")
+    if options.serve is not None and any(isinstance(place, str) for place in options.folders):
+        parser.error("argument --serve: shows runs in folders, not at addresses")
     if options.serve is not None:
         _serve(options.serve, options.folders, options.price, options.token_file)
     if options.watch:
@@ -96,15 +102,17 @@ def _serve(place: tuple[str, int], folders: Sequence[Path], price: float | None,
     serve(place, Runs(folders, price, None if token is None else read_token(token)), print_result)
 
 
-def _statuses(folders: Sequence[Path], now: float, price: float | None) -> list[RunStatus]:
-    return in_order(read_status(folder, now, price) for folder in find_runs(folders))
+def _statuses(places: Sequence[Path | str], now: float, price: float | None) -> list[RunStatus]:
+    local = find_runs([place for place in places if isinstance(place, Path)])
+    remote = (run for place in places if isinstance(place, str) for run in statuses_at(place, now, price))
+    return in_order([*(read_status(folder, now, price) for folder in local), *remote])
 
 
-def _page(runs: Sequence[RunStatus], folders: Sequence[Path], now: float, width: int | None) -> list[str]:
+def _page(runs: Sequence[RunStatus], folders: Sequence[Path | str], now: float, width: int | None) -> list[str]:
     return table(runs, now, width) if runs else [f"no runs below {', '.join(map(str, folders))}"]
 
 
-def _watch(folders: Sequence[Path], price: float | None, seconds: float) -> NoReturn:
+def _watch(folders: Sequence[Path | str], price: float | None, seconds: float) -> NoReturn:
     """Draw the table over itself until Ctrl-C: each picture in one write, line by line over the one before."""
     if not sys.stdout.isatty():
         raise TrainerError("--watch needs a terminal: leave it out, or use --json")
@@ -153,7 +161,7 @@ def _compare(words: list[str]) -> None:
         check_place("--picture", options.picture, ".png")
     if options.html is not None:
         check_place("--html", options.html, ".html")
-    folders = _chosen(options.runs, options.below)
+    folders = [copy_of(place) for place in _chosen(options.runs, options.below)]
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
         raise TrainerError("compare needs two or more different runs")
     from trainer.runs.comparison import compare, compared, draw  # imports PyTorch and Matplotlib, which takes seconds
@@ -173,19 +181,19 @@ def _compare(words: list[str]) -> None:
 
 
 def _add_below(parser: CommandParser) -> None:
-    text = "where to look for a name; repeatable (runs)"
-    parser.add_argument("--below", action="append", type=Path, metavar="FOLDER", default=[], help=text)
+    text = "where to look for a name: a folder or an address; repeatable (runs)"
+    parser.add_argument("--below", action="append", type=path_or_address, metavar="FOLDER", default=[], help=text)
 
 
-def _chosen(names: Sequence[str], below: Sequence[Path]) -> list[Path]:
-    """The folders of runs, each given by its folder, or by its name or the last part of its folder's."""
+def _chosen(names: Sequence[str], below: Sequence[Path | str]) -> list[Path | str]:
+    """The folders of runs, each given by its folder or address, or by its name or the last part of its folder's."""
     found: list[RunStatus] | None = None
-    chosen = []
+    chosen = list[Path | str]()
     for name in names:
         if not name:
             raise TrainerError("the name of a run is empty: give its name or its folder")
-        if os.path.isfile(Path(name) / METRICS_LOG):
-            chosen.append(Path(name))
+        if is_remote(name) or os.path.isfile(Path(name) / METRICS_LOG):
+            chosen.append(path_or_address(name))
             continue
         if found is None:
             found = _statuses(below or [RUNS], time.time(), None)
@@ -195,7 +203,7 @@ def _chosen(names: Sequence[str], below: Sequence[Path]) -> list[Path]:
             raise TrainerError(f"no run {name} below {where}: give its folder, or --below")
         if len(paths) > 1:
             raise TrainerError(f"{name} names {len(paths)} runs: give the folder of one: {', '.join(sorted(paths))}")
-        chosen.append(Path(paths[0]))
+        chosen.append(path_or_address(paths[0]))
     return chosen
 
 
