@@ -16,10 +16,13 @@ import pytest
 import yaml
 
 import trainer.runs.__main__ as runs
+from data_prep.tokenizer import load_tokenizer
 from tests.helpers import ranks
 from tests.helpers.runs import kept_steps, lines, wait_for, write_config
 from tests.helpers.s3 import Fault, FaultyS3, faulty, sign_in
 from trainer import export, report, weights
+from trainer.checkpoint.fetched import fetched
+from trainer.convert.weights import load_bert
 from trainer.exits import FAILED, REFUSED, STOPPED
 from trainer.monitor.metrics_log import METRICS_LOG
 from trainer.run.lock import hold
@@ -169,8 +172,11 @@ def test_a_full_bucket_costs_checkpoints_but_no_training_and_commands_read_what_
     given = ("--checkpoint", ADDRESS, "--heldout", shards, "--train", shards)
     ended = ranks.finish(ranks.fork(2, "trainer/evaluate.py", *given))
     assert [code for code, _ in ended] == [0, 0] and "weights: step 20 of " in ended[0][1], ended
-    average = ("--average", "2", "--no-check", "--out", str(tmp_path / "exported"))
+    average = ("--average", "2", "--no-check", "--out", "s3://bucket/models/first")
     assert "the mean of steps 15 and 20" in run(export, "--checkpoint", ADDRESS, *average)
+    exported = fetched("s3://bucket/models/first", print)
+    assert load_tokenizer(exported).vocab_size and not load_bert(exported, print)[2]
+    assert export.main(["--checkpoint", ADDRESS, *average]) == REFUSED and "is not empty" in capsys.readouterr().err
     at_address = Objects(ADDRESS)
     part = "step-00000020/part-00000-of-00001.safetensors"
     at_address.write(part, bytes(at_address.list()[part]))

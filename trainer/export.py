@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
@@ -26,6 +27,9 @@ from trainer.convert.folder import LOGIT_TOLERANCE, random_batch, write_folder
 from trainer.convert.model_card import write_card
 from trainer.errors import TrainerError, exit_code
 from trainer.options import CHECKPOINT, add_average, path_or_address
+from trainer.store.objects import Objects
+
+CONFIG = "config.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(prog="python -m trainer.export", description="Export a checkpoint as a Hugging Face BERT.")
     parser.add_argument("--checkpoint", required=True, type=path_or_address, help=CHECKPOINT)
     add_average(parser)
-    parser.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist")
+    parser.add_argument("--out", required=True, type=path_or_address, help="the new folder to write, or an address")
     parser.add_argument("--tokenizer", type=Path, help="by default the one stored in the run's folder")
     parser.add_argument(
         "--check",
@@ -57,6 +61,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if isinstance(options.out, Path):
+        print_result(_export(options, options.out))
+        return
+    objects = Objects(options.out)
+    if objects.names():
+        raise TrainerError(f"{options.out} is not empty: name another address, or remove what is there")
+    with TemporaryDirectory(prefix="lambert-") as above:
+        folder = Path(above) / "model"
+        text = _export(options, folder)
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        for path in sorted(paths, key=lambda path: path.name == CONFIG):  # last: without it there is no model
+            objects.put(path, path.relative_to(folder).as_posix())
+    print_result(text)
+
+
+def _export(options: argparse.Namespace, out: Path) -> str:
+    """Write the folder ``out``, and return what was written."""
     tell = teller("trainer.export")
     checkpoints = select(fetched(options.checkpoint, tell, options.average), options.average, tell)
     found = checkpoints[0]
@@ -74,13 +95,13 @@ def _run(options: argparse.Namespace) -> None:
                 f"largest; {onnx.TOLERANCE:.0e} is allowed"
             )
 
-    worst = write_folder(weights, model, folder, options.out, options.check, finish, tokenizer.sha256())
+    worst = write_folder(weights, model, folder, out, options.check, finish, tokenizer.sha256())
     if worst is not None:
         said.append(
             "transformers finds every name, and its logits differ from the checkpoint's by at most "
             f"{worst.mlm:.1e} (MLM) and {worst.nsp:.1e} (NSP) of the largest; {LOGIT_TOLERANCE:.0e} is allowed"
         )
-    print_result("\n".join(said))
+    return "\n".join(said)
 
 
 if __name__ == "__main__":
