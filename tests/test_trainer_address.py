@@ -209,7 +209,7 @@ def test_a_read_only_bucket_and_a_second_run_are_refused(config: Path, tmp_path:
     began = time.monotonic()
     [(code, said)] = ranks.finish(start(config, tmp_path / "c", more=more))
     assert code == REFUSED and f"error: {ADDRESS} is being written by process {one.pid} of " in said, said
-    assert 1 <= time.monotonic() - began < 20 and one.returncode is None
+    assert 1 <= time.monotonic() - began < 60 and one.returncode is None
     client = boto3.client("s3")
     client.put_object(Bucket="bucket", Key=f"{PREFIX}lease-00000009.json", Body=b'{"holder": "process 1 of b"}')
     [(code, said)] = ranks.finish([one])
