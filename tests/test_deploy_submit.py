@@ -106,6 +106,18 @@ def test_a_job_gets_a_copy_of_the_configuration(
     assert f"python -m trainer.runs {login_node / 'run'}" in said
 
 
+def test_the_configuration_may_come_from_a_pipe(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe, as in --config <(envsubst < run.yaml), can be read only once."""
+    reader, writer = os.pipe()
+    os.write(writer, config.read_bytes())
+    os.close(writer)
+    try:
+        assert slurm(Path(f"/dev/fd/{reader}"), "--dry-run") == 0
+    finally:
+        os.close(reader)
+    assert "global_batch: 30" in capsys.readouterr().out
+
+
 def test_an_error_of_sbatch_passes_through_and_nothing_is_left(
     config: Path, login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ from trainer.console import complain
 from trainer.errors import TrainerError, exit_code
 from trainer.exits import INTERRUPTED
 from trainer.plan.options import add_hardware
-from trainer.run.config import given, load
+from trainer.run.config import load_given
 
 PROGRAM = "python -m deploy.submit"
 QUEUES = {"slurm": slurm, "kubernetes": kubernetes}
@@ -30,8 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     place = words.index("--") if "--" in words else len(words)
     options = _parser().parse_args(words[:place])
     try:
-        config = load(options.config, options.set)
-        order = Order(options, config, given(options.config, options.set), tuple(words[place + 1 :]))
+        order = Order(options, *load_given(options.config, options.set), tuple(words[place + 1 :]))
         QUEUES[options.queue].submit(order)
     except KeyboardInterrupt:
         tell("interrupted: if the checks were over, the run may have been submitted")

@@ -143,24 +143,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises TrainerError that lists every problem: unknown keys (with the nearest known one), missing
     keys, wrong types, invalid values and contradictions between sections.
     """
-    tree, problems = _given(path, overrides)
-    config = _build(Config, tree, "", problems)
-    _require_none(path, problems)
-    return config  # type: ignore[no-any-return]
+    return load_given(path, overrides)[0]
 
 
-def given(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The keys in ``path`` as plain data, with ``overrides`` but without defaults; ``load`` checks them.
+def load_given(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, Any]]:
+    """The configuration that `load` returns, and what ``path`` and ``overrides`` say of it, without defaults.
 
-    Raises TrainerError if the file is no mapping, or an override cannot be applied.
+    The file is read once, because it may be a pipe.
     """
-    tree, problems = _given(path, overrides)
-    _require_none(path, problems)
-    return tree
-
-
-def _given(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The mapping in a file with ``overrides``, and the problems with these."""
     try:
         tree = parse_yaml(read_text(Path(path), LARGEST_YAML_BYTES))
     except FileNotFoundError:
@@ -174,13 +164,11 @@ def _given(path: str | Path, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         raise TrainerError(f"{path} is not a mapping: start it with sections, for example `run:`")
     for override in overrides:
         _override(tree, override, problems)
-    return tree, problems
-
-
-def _require_none(path: str | Path, problems: list[str]) -> None:
+    config = _build(Config, tree, "", problems)
     if problems:
         noun = "problem" if len(problems) == 1 else "problems"
         raise TrainerError("\n  - ".join([f"{path}: {len(problems)} {noun}", *problems]))
+    return config, tree
 
 
 def to_tree(config: Config) -> dict[str, Any]:
