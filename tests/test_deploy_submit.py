@@ -73,6 +73,7 @@ def test_a_dry_run_prints_what_would_be_submitted(
     output = capsys.readouterr()
     plan, checked = output.err.splitlines()
     form = r"deploy\.submit: test fits: \d\.\d of 80\.0 GiB of each GPU of 400 TFLOP/s; 60 steps take about [\d.]+ s, "
+    form += r"[\d.]+ GPU-hours, cost [\d.]+$"
     assert re.match(form, plan) and checked.startswith("deploy.submit: checked: ")
     first, rest = output.out.split("END_OF_CONFIGURATION'\n")
     copy, rest = rest.split("END_OF_CONFIGURATION\n")
@@ -83,9 +84,10 @@ def test_a_dry_run_prints_what_would_be_submitted(
     command, *script = rest.splitlines()
     python, paths, *words = shlex.split(command)
     assert python == f"PYTHON={sys.executable}" and paths.startswith(f"PYTHONPATH={ROOT}")
-    size = ["--nodes=2", "--gpus-per-node=1", "--output=%x-%j.log", "--time=12:00:00", "--partition=gpu"]
+    own = ["sbatch", "--parsable", "--export=ALL", "--job-name=test", "--nodes=2", "--gpus-per-node=1"]
+    more = ["--output=%x-%j.log", "--time=12:00:00", "--partition=gpu"]
     batch = ROOT / "deploy/slurm/train.sbatch"
-    assert words == ["sbatch", "--parsable", "--job-name=test", *size, str(batch), "--config", path]
+    assert words == [*own, *more, str(batch), "--config", path]
     assert [line.removeprefix("# ").rstrip() for line in script[2:]] == batch.read_text().splitlines()
     assert not (login_node / "submitted").exists() and not (login_node / "run").exists()
 
@@ -93,17 +95,38 @@ def test_a_dry_run_prints_what_would_be_submitted(
 def test_a_job_gets_a_copy_of_the_configuration(
     config: Path, login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(login_node, "sbatch", 'echo "$PYTHON $*" > called; echo "4711;cluster"')
+    stand_in(login_node, "sbatch", 'echo "$PYTHON $*" > called; echo 4711')
     assert slurm(config, "--", "--time=60") == 0
     called = (login_node / "called").read_text().split()
     (copy,) = (login_node / "submitted").iterdir()
     assert called[0] == sys.executable and called[-1] == f"submitted/{copy.name}"
     assert yaml.safe_load(copy.read_text()) == yaml.safe_load(config.read_text())
+    assert copy.stat().st_mode & 0o777 == 0o600, "an address may contain a password"
     said = capsys.readouterr().out
     assert said.startswith("submitted test as job 4711: 2 nodes, 2 ranks\n")
     for part in ("squeue --jobs 4711", "tail -F test-4711.log", "Requeue=0 && scancel --signal=TERM 4711"):
         assert part in said
     assert f"python -m trainer.runs {login_node / 'run'}" in said
+
+
+def test_what_sbatch_prints_is_passed_on(config: Path, login_node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = 'echo "Welcome to West: \\344 2"; echo "sbatch: warning: over budget" >&2; echo "4711;west"; echo Good luck'
+    stand_in(login_node, "sbatch", said)
+    assert slurm(config, "--", "--clusters=west", "--output=logs of %x/%j.out") == 0
+    output = capsys.readouterr()
+    assert output.err.splitlines()[-1] == "deploy.submit: sbatch: warning: over budget"
+    stop = "scontrol --clusters=west update JobId=4711 Requeue=0 && scancel --clusters=west --signal=TERM 4711\n"
+    for part in ("squeue --clusters=west --jobs 4711\n", "tail -F 'logs of test/4711.out'\n", stop):
+        assert part in output.out
+
+
+def test_a_job_whose_number_is_unknown_keeps_its_copy(
+    config: Path, login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(login_node, "sbatch", "echo Submitted")
+    assert slurm(config) == 1
+    said = "sbatch printed 'Submitted\\n' and no job's number: look for the job with squeue --me"
+    assert error(capsys) == said and len([*(login_node / "submitted").iterdir()]) == 1
 
 
 def test_the_configuration_may_come_from_a_pipe(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,9 +148,6 @@ def test_an_error_of_sbatch_passes_through_and_nothing_is_left(
     assert slurm(config) == 7
     assert error(capsys) == "sbatch: no account; refused"
     assert sorted(path.name for path in login_node.iterdir()) == ["bin", "run.yaml"]
-    stand_in(login_node, "sbatch", "echo sbatch: would start soon >&2")
-    assert slurm(config, "--", "--test-only") == 2
-    assert error(capsys) == "sbatch printed '' and no job's number: leave its option after -- out"
     (login_node / "submitted").mkdir()
     stand_in(login_node, "sbatch", "echo 1")
     assert slurm(config) == 0
@@ -151,9 +171,15 @@ REFUSED: dict[str, tuple[list[str], list[str], str]] = {  # options, words after
     "nodes": ([], ["--nodes=3"], "--nodes=3 after --: the run is planned for --nodes: give it before --"),
     "nodes, short": ([], ["-N3"], "-N3 after --: the run is planned for --nodes"),
     "GPUs": ([], ["--gpus-per-node=h100:8"], "--gpus-per-node=h100:8 after --: the run is planned for --gpus"),
+    "GPUs, short": ([], ["--gpus-per-nod=8"], "--gpus-per-nod=8 after --: the run is planned for --gpus"),
+    "no variables": ([], ["--export=NONE"], "--export=NONE after --: the script needs PYTHON and PYTHONPATH: use --ex"),
+    "to wait": ([], ["--wait"], "--wait after --: this command submits and does not wait: leave it out"),
+    "a test": ([], ["--test-only"], "--test-only after --: this command submits and does not wait: leave it out"),
+    "a log": ([], ["-ox.log"], "-ox.log after --: write it as --output=FILE"),
     "tasks": ([], ["--ntasks-per-node=4"], "--ntasks-per-node=4 after --: the script starts one rank per GPU"),
     "a name": ([], ["--job-name=x"], "--job-name=x after --: the job has the run's name: use --set run.name=NAME"),
     "a script": ([], ["other.sbatch"], "other.sbatch after --: only options for one job go here, as words such as"),
+    "standard input": ([], ["-"], "- after --: only options for one job go here"),
     "an array": ([], ["--array=0-3"], "--array=0-3 after --: only options for one job go here"),
 }
 
@@ -173,9 +199,10 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert not (login_node / "called").exists() and not (login_node / "submitted").exists()
 
 
-def test_a_type_of_gpu_may_be_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert slurm(config, "--dry-run", "--", "--gpus-per-node=h100:1") == 0
-    assert "--gpus-per-node=1 --output=%x-%j.log --gpus-per-node=h100:1" in capsys.readouterr().out
+def test_options_that_agree_with_the_plan_may_be_given(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert slurm(config, "--dry-run", "--", "--gpus-per-node=h100:1", "--export=ALL,A=1", "--wait-all-nodes=1") == 0
+    said = "--gpus-per-node=1 --output=%x-%j.log --gpus-per-node=h100:1 --export=ALL,A=1 --wait-all-nodes=1"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("options", "said"), [(["--set", "run.device=cpu"], "run.device is cpu"), (["--no-plan"], "")])

@@ -91,7 +91,7 @@ def planned(order: Order, config: Config) -> Plan | None:
 def verdict(plan: Plan) -> str:
     """What the planner says of a run that fits, in one line."""
     need = sum(plan.memory_bytes[plan.zero_stage].values()) / GIB
-    cost = "" if plan.cost is None else f", {plan.cost:,.2f}"
+    cost = "" if plan.cost is None else f", cost {plan.cost:,.2f}"
     return (
         f"{plan.name} fits: {need:.1f} of {plan.card_bytes / GIB:.1f} GiB of each {plan.card}; {plan.steps:,} steps "
         f"take about {duration(plan.wall_seconds)}, {plan.gpu_hours:,.1f} GPU-hours{cost}"
@@ -105,16 +105,22 @@ def require_program(name: str, where: str) -> None:
 
 
 def ask(words: Sequence[str], environ: Mapping[str, str] | None = None) -> str:
-    """Run a program and return its standard output. Raises SubmitError with its error and exit code if it fails."""
+    """Run a program, print its warnings, and return its standard output.
+
+    Raises SubmitError with its error and exit code if it fails.
+    """
     done = run(words, environ)
     if done.returncode != 0:
         raise failure(done)
+    for line in filter(None, done.stderr.splitlines()):
+        tell(line)
     return done.stdout
 
 
 def run(words: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
-    return subprocess.run(words, env={**os.environ, **(environ or {})}, capture_output=True, text=True, check=False)
+    environ = {**os.environ, **(environ or {})}
+    return subprocess.run(words, env=environ, capture_output=True, encoding="utf-8", errors="replace", check=False)
 
 
 def failure(done: subprocess.CompletedProcess[str]) -> SubmitError:
@@ -122,5 +128,5 @@ def failure(done: subprocess.CompletedProcess[str]) -> SubmitError:
     program = Path(done.args[0]).name
     prefix = rf"(?i)({program}: )?error: |^(Use --debug flag|level=).*"
     lines = [re.sub(prefix, "", line).strip() for line in (done.stderr or done.stdout).splitlines()]
-    said = "; ".join(filter(None, lines)) or f"ended with code {done.returncode}"
+    said = "; ".join(filter(None, lines)).replace(":; ", ": ") or f"ended with code {done.returncode}"
     return SubmitError(f"{program}: {said}", done.returncode if done.returncode > 0 else FAILED)

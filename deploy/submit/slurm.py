@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 
 from data_prep.atomic import replacing
+from data_prep.json_text import shown
 from data_prep.options import check_folder
 from deploy.submit.order import ROOT, Order, SubmitError, ask, planned, require_program, tell, yaml_of
 from trainer.console import print_result
+from trainer.exits import FAILED
 from trainer.plan.estimate import Plan
 from trainer.plan.micro_batch import AUTO, stored
 from trainer.preflight import foresee
@@ -46,8 +48,8 @@ def submit(order: Order) -> None:
         print_result(printed(words, copy, text))
         return
     with _kept(copy, text):
-        job = job_of(ask(words, environment()))
-    print_result(summary(order, job))
+        said = ask(words, environment())
+    print_result(summary(order, *job_of(said)))
 
 
 def command(order: Order, copy: Path) -> list[str]:
@@ -56,7 +58,7 @@ def command(order: Order, copy: Path) -> list[str]:
     size = [f"--nodes={options.nodes}", f"--gpus-per-node={options.gpus}"]
     if order.on_cpus:
         size = [f"--nodes={options.nodes}", "--gpus-per-node=0", f"--ntasks-per-node={options.gpus}"]
-    own = ["sbatch", "--parsable", f"--job-name={order.name}", *size, f"--output={LOG}"]
+    own = ["sbatch", "--parsable", "--export=ALL", f"--job-name={order.name}", *size, f"--output={LOG}"]
     return [*own, *order.more, str(SCRIPT), "--config", str(copy)]
 
 
@@ -76,36 +78,48 @@ def printed(words: list[str], copy: Path, text: str) -> str:
     ).rstrip()
 
 
-def job_of(said: str) -> str:
-    """The job's number in what sbatch --parsable prints. Raises SubmitError if there is none."""
-    found = re.fullmatch(r"(\d+)(;.*)?\s*", said)
-    if found is None:
-        raise SubmitError(f"sbatch printed {said[:80]!r} and no job's number: leave its option after -- out")
-    return found[1]
+def job_of(said: str) -> tuple[str, str]:
+    """The job's number in what sbatch --parsable prints, and its cluster, or an empty text if it names none.
+
+    A site's own sbatch may print other lines, too. Raises SubmitError if none is a job's number.
+    """
+    found = re.findall(r"^(\d+)(?:;(.*))?$", said, re.MULTILINE)
+    if not found:
+        raise SubmitError(
+            f"sbatch printed {shown(said)} and no job's number: look for the job with squeue --me", FAILED
+        )
+    job, cluster = found[-1]
+    return job, cluster
 
 
-def summary(order: Order, job: str) -> str:
+def summary(order: Order, job: str, cluster: str) -> str:
     """The job's number, and how to watch and stop it."""
+    where = f" --clusters={cluster}" if cluster else ""
+    [*_, log] = [LOG, *(word.removeprefix("--output=") for word in order.more if word.startswith("--output="))]
+    log = log.replace("%x", order.name).replace("%j", job)
     return (
         f"submitted {order.name} as job {job}: {order.size()}\n"
-        f"  watch   squeue --jobs {job}\n"
-        f"          tail -F {order.name}-{job}.log\n"
+        f"  watch   squeue{where} --jobs {job}\n"
+        f"          tail -F {shlex.quote(log)}\n"
         f"          python -m trainer.runs {shlex.quote(order.config.run.folder)}\n"
-        f"  stop    scontrol update JobId={job} Requeue=0 && scancel --signal=TERM {job}\n"
+        f"  stop    scontrol{where} update JobId={job} Requeue=0 && scancel{where} --signal=TERM {job}\n"
         f"          it saves and ends; without Requeue=0 it requeues itself\n"
-        f"  cancel  scancel {job}"
+        f"  cancel  scancel{where} {job}"
     )
 
 
 def _check_words(order: Order) -> None:
     gpus = order.options.gpus
     if not any(re.fullmatch(rf"--gpus-per-node=([^:]+:)?{gpus}", word) for word in order.more):
-        order.refuse_words(r"--gpus-per-node\b", "the run is planned for --gpus: give --gpus-per-node=TYPE:NUMBER")
+        order.refuse_words(r"--gpus-per-n", "the run is planned for --gpus: give --gpus-per-node=TYPE:NUMBER")
     order.refuse_words(r"(--nodes|-N)", "the run is planned for --nodes: give it before --")
     order.refuse_words(r"(--job-name|-J)", "the job has the run's name: use --set run.name=NAME")
     order.refuse_words(r"(--gpus(=|$)|-G|--ntasks|-n)", "the script starts one rank per GPU: give --gpus before --")
     order.refuse_words(r"(--chdir|-D)", "paths in the configuration are relative to this folder: leave it out")
-    order.refuse_words(r"(--wrap|--array|-a|[^-])", "only options for one job go here, as words such as --time=60")
+    order.refuse_words(r"--export(?!=ALL\b)", "the script needs PYTHON and PYTHONPATH: use --export=ALL,NAME=VALUE")
+    order.refuse_words(r"-o", "write it as --output=FILE")
+    order.refuse_words(r"(--wait$|-W|--test-only)", "this command submits and does not wait: leave it out")
+    order.refuse_words(r"(--wrap|--array|-a|[^-]|--?$)", "only options for one job go here, as words such as --time=60")
 
 
 def _check(order: Order, plan: Plan | None) -> None:
@@ -141,6 +155,7 @@ def _kept(path: Path, text: str) -> Iterator[None]:
     try:
         path.parent.mkdir(exist_ok=True)
         with replacing(path) as file:
+            os.fchmod(file.fileno(), 0o600)  # an address may contain a password
             file.write(text.encode())
     except OSError as error:
         raise SubmitError(f"{path} cannot be written ({error.strerror}): submit from a folder that you own") from None
