@@ -158,15 +158,30 @@ def test_a_train_job_says_where_its_progress_is(config: Path) -> None:
     assert "kubectl get trainjob test -o jsonpath='{.status.trainerStatus}'\n" in said
 
 
+PHASE = "{name: %s, train: /data/%s, sequence_length: 32, steps: 4, global_batch: 30, micro_batch: 8, learning_rate: 1}"
 REFUSED: dict[str, tuple[list[str], list[str] | None, int, str]] = {
     "no cluster": ([], None, 1, "helm: kubernetes cluster unreachable: "),
     "no image": (["--dry-run"], [], 1, "helm: execution error at (lambert/templates/"),
     "an unknown option": (["--dry-run"], ["--bogus"], 1, "helm: unknown flag: --bogus"),
     "a bad name": (["--set", "run.name=BERT_2"], None, 2, "run.name is 'BERT_2': a release's name takes lowercase"),
-    "no data": (["--data", "nowhere"], None, 2, "phases.0.train is /data/train, and nowhere/train has no manifest"),
+    "no data": (
+        ["--set", f"phases=[{PHASE % ('a', 'a')}, {PHASE % ('b', 'b')}]"],
+        None,
+        2,
+        "phases.0.train is /data/a, and copy/a has no manifest.json here; phases.1.train is /data/b, and copy/b has no",
+    ),
     "too large": (["--memory", "1GiB"], None, 2, "phases.0: a micro-batch of 2 sequences needs 1."),
     "a namespace": ([], ["--namespace", "x"], 2, "--namespace after --: give it before --, so that every command"),
-    "nodes": ([], ["--set", "image.tag=1,nodes=4"], 2, "image.tag=1,nodes=4 after --: the run is planned: use the"),
+    "a namespace, short": ([], ["-nx"], 2, "-nx after --: give it before --, so that every command gets it"),
+    "a cluster": ([], ["--kube-apiserver=x"], 2, "--kube-apiserver=x after --: choose the cluster with the variable"),
+    "a configuration": (
+        [],
+        ["--set-literal=run=x"],
+        2,
+        "--set-literal=run=x after --: the run is planned: use options",
+    ),
+    "help": ([], ["--help"], 2, "--help after --: leave it out"),
+    "nodes": ([], ["--set", "image.tag=1,nodes=4"], 2, "image.tag=1,nodes=4 after --: the run is planned: use opt"),
     "to wait": ([], ["--wait"], 2, "--wait after --: leave it out"),
     "a port": (["--set", "metrics.port=null", "--dry-run"], None, 1, "helm: execution error at"),
     "no estimates": (["--no-plan", "--dry-run"], None, 1, "helm: execution error at"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -53,15 +54,16 @@ def located(order: Order) -> Config:
     config, copy = order.config, order.options.data
     if order.on_cpus or order.options.no_plan:
         return config
-    phases = []
+    phases, missing = [], []
     for index, phase in enumerate(config.phases):
         place = Path(phase.train)
         if copy is not None and phase.train.startswith(DATA):
             place = copy / phase.train.removeprefix(DATA)
         if not is_remote(phase.train) and not (place / MANIFEST).is_file():
-            said = "name a local copy of the claim with --data, or give --no-plan"
-            raise SubmitError(f"phases.{index}.train is {phase.train}, and {place} has no {MANIFEST} here: {said}")
+            missing.append(f"phases.{index}.train is {phase.train}, and {place} has no {MANIFEST} here")
         phases.append(phase if is_remote(phase.train) else replace(phase, train=str(place)))
+    if missing:
+        raise SubmitError(f"{'; '.join(missing)}: name a local copy of the claim with --data, or give --no-plan")
     return replace(config, phases=tuple(phases))
 
 
@@ -102,7 +104,7 @@ def place(order: Order, option: str = "--kube-context") -> list[str]:
 def summary(order: Order, manifests: str) -> str:
     """How to watch and stop the release."""
     name, pods = order.name, f"--selector app.kubernetes.io/instance={order.name}"
-    kubectl, helm = (" ".join([each, *place(order, way)]) for each, way in CONTEXT.items())
+    kubectl, helm = (shlex.join([each, *place(order, way)]) for each, way in CONTEXT.items())
     progress = f"          {kubectl} get trainjob {name} -o jsonpath='{{.status.trainerStatus}}'\n"
     return (
         f"submitted {name} as release {name}: {order.size()}\n"
@@ -115,11 +117,11 @@ def summary(order: Order, manifests: str) -> str:
 
 
 def _check_words(order: Order) -> None:
-    order.refuse_words(r"(--namespace|-n(=|$)|--kube-context)", "give it before --, so that every command gets it")
-    order.refuse_words(r"(--set=)?(.*,)?(nodes|gpus|cpuRanks|run)=", "the run is planned: use the options before --")
-    order.refuse_words(r"--kubeconfig", "set the variable KUBECONFIG, so that every command gets it")
+    order.refuse_words(r"(--namespace|-n|--kube-context)", "give it before --, so that every command gets it")
+    order.refuse_words(r"--kube", "choose the cluster with the variable KUBECONFIG, so that every command gets it")
+    order.refuse_words(r"(--set[a-z-]*=)?(.*,)?(nodes|gpus|cpuRanks|run)=", "the run is planned: use options before --")
     order.refuse_words(
-        r"(--wait|--atomic|--rollback-on-failure|--dry-run|--output|-o|-g|--generate-name)", "leave it out"
+        r"(--wait|--atomic|--rollback-on-failure|--dry-run|--output|-o|-g|--generate-name|--help|-h)", "leave it out"
     )
 
 
@@ -127,7 +129,7 @@ def _require_new(order: Order) -> None:
     """Raise SubmitError if there is such a release, or if Helm cannot tell."""
     done = run(["helm", "status", order.name, *place(order)])
     if done.returncode == 0:
-        helm = " ".join(["helm", "uninstall", order.name, *place(order)])
+        helm = shlex.join(["helm", "uninstall", order.name, *place(order)])
         raise SubmitError(f"there is a release {order.name}: give another run.name, or first stop it with {helm}")
     if "not found" not in done.stderr:
         raise failure(done)
@@ -135,11 +137,11 @@ def _require_new(order: Order) -> None:
 
 def _install(order: Order, words: list[str]) -> None:
     """Install the release. If that fails halfway, remove what it left, but never another's release of this name."""
-    done = run(["helm", "install", order.name, str(CHART), *words])
-    if done.returncode == 0:
-        return
-    left = run(["helm", "status", order.name, "--output", "json", *place(order)])
-    with suppress(ValueError, KeyError, TypeError):
-        if json.loads(left.stdout)["info"]["status"] == "failed":
-            ask(["helm", "uninstall", order.name, *place(order)])
-    raise failure(done)
+    try:
+        ask(["helm", "install", order.name, str(CHART), *words])
+    except SubmitError:
+        left = run(["helm", "status", order.name, "--output", "json", *place(order)])
+        with suppress(ValueError, KeyError, TypeError):
+            if json.loads(left.stdout)["info"]["status"] == "failed":
+                run(["helm", "uninstall", order.name, *place(order)])
+        raise
