@@ -38,7 +38,7 @@ from trainer.monitor.guard import GuardConfig, Setback
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
 from trainer.monitor.metrics_log import STEP_PARTS, TIME_STATES, read_lines
 from trainer.monitor.plateau import BLOCK, LEARNING, PATIENCE, Baseline
-from trainer.ranks.world import World
+from trainer.ranks.world import StatusServer, World
 
 LARGE = ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096)
 TINY = ModelConfig(layers=1, hidden=8, heads=2, intermediate=16, max_positions=8, vocab_size=50)
@@ -57,7 +57,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def metrics(folder: Path, config: MetricsConfig = QUIET) -> Metrics:
+def metrics(folder: Path, config: MetricsConfig = QUIET, server: StatusServer | None = None) -> Metrics:
     subject = Subject(
         "tests",
         folder,
@@ -67,6 +67,7 @@ def metrics(folder: Path, config: MetricsConfig = QUIET) -> Metrics:
         checkpoint_steps=50,
         baselines=(Baseline(2.5, warmup_steps=50),),
         clipping=5.0,
+        status_server=server,
     )
     return Metrics(config, subject, ALONE, Stopwatch(ALONE.device))
 
@@ -455,11 +456,9 @@ def test_an_end_is_reported_and_read_before_the_endpoint_goes(tmp_path: Path, ho
     assert value(run, "nonfinite_total", where="gradient") == (how == "failed")
 
 
-def test_a_train_job_gets_the_progress_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_train_job_gets_the_progress_and_the_end(tmp_path: Path) -> None:
     with status_server(tmp_path / "server") as received:
-        for name, place in zip(("URL", "CA_CERT", "TOKEN"), received.address, strict=True):
-            monkeypatch.setenv(f"KUBEFLOW_TRAINER_SERVER_{name}", place)
-        run = metrics(tmp_path)
+        run = metrics(tmp_path, server=received.address)
         run.describe(TrainState(), {})
         received.wait(lambda got: len(got.posts) == 1)
         train(run, 20)  # the thread pauses, so the first ten are never posted

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import ranks
 from tests.helpers.ranks import free_port
+from tests.helpers.runs import write_config
 from tests.helpers.status_server import PLACE, TOKEN, metrics_of, problem, status_server, write_certificates
 from trainer.checkpoint.train_state import TrainState
 from trainer.monitor import train_job
@@ -114,6 +116,20 @@ def test_extreme_numbers_stay_within_the_schema() -> None:
 )
 def test_the_schema_refuses_a_wrong_body(body: dict[str, Any]) -> None:
     assert problem(body) and not problem(FEW)
+
+
+@pytest.mark.slow
+def test_a_run_in_a_pod_of_a_train_job_reports(
+    tmp_path: Path, tiny_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with status_server(tmp_path) as received:
+        for name, place in zip(("URL", "CA_CERT", "TOKEN"), received.address, strict=True):
+            monkeypatch.setenv(f"KUBEFLOW_TRAINER_SERVER_{name}", place)
+        config = write_config(tmp_path, tiny_shards, steps=4)
+        [(code, text)] = ranks.finish(ranks.fork(1, "trainer/__main__.py", "--config", str(config)))
+    assert code == 0 and TOKEN not in text and "Kubeflow" not in text, text
+    last = received.posts[-1]
+    assert last["progressPercentage"] == 100 and metrics_of(last)["step"] == "4" and not received.problems
 
 
 # ---- the server is bad, or nobody's --------------------------------------------------------------------------

@@ -48,7 +48,7 @@ from trainer.monitor.plateau import PLATEAU_STEPS, Baseline, Plateau, announce
 from trainer.monitor.progress_line import progress_line
 from trainer.monitor.tensorboard import EventFiles
 from trainer.monitor.train_job import TrainJob
-from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, World, status_server
+from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, StatusServer, World
 
 _SCALARS = Output._fields[:-1]  # the moments of the hidden states come last
 
@@ -97,6 +97,7 @@ class Subject:
     baselines: tuple[Baseline, ...]  # one for each phase
     clipping: float = 0.0  # upper bound of the gradient norm; 0: none
     guard: Guard = field(default_factory=Guard)
+    status_server: StatusServer | None = None  # where a TrainJob's progress goes; None: nowhere
 
 
 @dataclass
@@ -147,7 +148,7 @@ class Metrics:
             self.exporter("peak_flops").set(self._peak_flops())
             path = subject.folder / METRICS_LOG
             self._known_steps, before, self._plateau.on = past(path)
-            self._job = TrainJob(status_server(), subject.remaining)
+            self._job = TrainJob(subject.status_server, subject.remaining)
             self._outlets = [MetricsLog(path).write, self.exporter.publish, self._job.write]
             self._publish([{"event": "attempt", "time": time.time(), "restarts": before}])
 

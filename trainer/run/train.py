@@ -23,7 +23,7 @@ from trainer.exits import FAILED
 from trainer.monitor.guard import GUIDE, OUTSIDE, Finding, Guard, GuardState, Setback
 from trainer.monitor.metrics import Metrics, Subject
 from trainer.ranks.stop import Stop
-from trainer.ranks.world import World, limit_waits, together
+from trainer.ranks.world import World, limit_waits, status_server, together
 from trainer.run.config import to_tree
 from trainer.run.description import describe, devices
 from trainer.run.diagnosis import diagnose
@@ -101,6 +101,7 @@ class Run:
             baselines=tuple(data.baseline for data in self.phases),
             clipping=self.config.optimizer.gradient_clipping,
             guard=self.guard,
+            status_server=status_server(),
         )
         return Metrics(self.config.metrics, subject, self.world, watch)
 
