@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.helpers import ranks
-from tests.helpers.ranks import free_port
 from tests.helpers.runs import write_config
 from tests.helpers.status_server import PLACE, TOKEN, metrics_of, problem, status_server, write_certificates
 from trainer.checkpoint.train_state import TrainState
@@ -41,6 +40,16 @@ def left(state: TrainState) -> tuple[int, float]:
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train_job, "EVERY", 0.05)
     monkeypatch.setattr(train_job, "PATIENCE", 2.0)
+
+
+def first_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The warning that the thread prints; waits for it."""
+    until, output = time.monotonic() + 20, ""
+    while not output.endswith("\n"):
+        assert time.monotonic() < until, output
+        time.sleep(0.01)
+        output += capsys.readouterr().out
+    return output
 
 
 # ---- what is posted ------------------------------------------------------------------------------------------
@@ -155,17 +164,15 @@ def bad(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Status
     """A server that fails in some way, and a part of the warning."""
     own, other = tmp_path / "own", tmp_path / "other"
     match request.param:
-        case "down":
-            write_certificates(own)
-            (own / "token").write_text(TOKEN)
-            url = f"https://127.0.0.1:{free_port()}{PLACE}"
-            yield StatusServer(url, str(own / "ca.crt"), str(own / "token")), "Connection refused"
-        case "silent":
+        case "down" | "silent":
             write_certificates(own)
             (own / "token").write_text(TOKEN)
             with closing(socket.create_server(("127.0.0.1", 0))) as server:
                 url = f"https://127.0.0.1:{server.getsockname()[1]}{PLACE}"
-                yield StatusServer(url, str(own / "ca.crt"), str(own / "token")), "timed out"
+                if request.param == "down":
+                    server.close()
+                said = "Connection refused" if request.param == "down" else "timed out"
+                yield StatusServer(url, str(own / "ca.crt"), str(own / "token")), said
         case "slow":
             with status_server(own, delay=3600) as received:
                 yield received.address, "timed out"
@@ -201,19 +208,16 @@ BAD = ["down", "silent", "slow", "another CA's", "another host's", "forbidden", 
 def test_a_bad_server_costs_one_warning(
     bad: tuple[StatusServer, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_job, "PATIENCE", 0.3)
     server, said = bad
-    job, output = TrainJob(server, left), ""
+    monkeypatch.setattr(train_job, "PATIENCE", 0.2 if said == "timed out" else 10.0)  # a busy machine answers late
+    job = TrainJob(server, left)
     began = time.monotonic()
     for number in range(1, 200):
         job.write([step(number)])
         job.progress(TrainState(samples=number), [step(number)])
-    assert time.monotonic() - began < 2  # a wait for the server would take 0.3 s at each step
-    until = time.monotonic() + 10
-    while not output and time.monotonic() < until:
-        time.sleep(0.01)
-        output = capsys.readouterr().out
-    time.sleep(0.5)  # the time of more attempts
+    assert time.monotonic() - began < 2  # a wait for the server would take 0.2 s at each step
+    output = first_line(capsys)
+    time.sleep(0.25)  # the time of another attempt
     monkeypatch.setattr(train_job, "PATIENCE", 10.0)
     job.write([{"event": "end", "how": "done"}])
     began = time.monotonic()
@@ -229,7 +233,7 @@ def test_the_pauses_grow_while_the_server_fails(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(train_job, "LONGEST_PAUSE", 10.0)
     with status_server(tmp_path, refuses=404) as received:
         poster, began = Poster(received.address), time.monotonic()
-        for _ in range(150):
+        for _ in range(70):
             poster.put(FEW)
             time.sleep(0.01)
         took = time.monotonic() - began
@@ -244,13 +248,13 @@ def test_a_new_token_and_a_server_that_returns_are_used(tmp_path: Path, capsys: 
         received.wait(lambda got: len(got.posts) == 1)
         Path(received.address.token).rename(tmp_path / "hidden")
         poster.put(FEW)
-        time.sleep(0.2)
+        warning = first_line(capsys)
         (tmp_path / "token").write_text("renewed")
         poster.put(FEW)
         received.wait(lambda got: len(got.posts) == 2)
         poster.close()
     assert received.tokens == [f"Bearer {TOKEN}", "Bearer renewed"]
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert "No such file" in warning and not capsys.readouterr().out
 
 
 def test_the_last_post_is_waited_for_but_not_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,9 +200,9 @@ def post(server: StatusServer, body: bytes) -> str:
     with closing(connection):
         connection.request("POST", address.path, body, headers)
         answer = connection.getresponse()
-        return (
-            "" if answer.status == 200 else f"{server.url} answers {answer.status} {_reason(answer.read(MOST_ANSWER))}"
-        )
+        if answer.status == 200:
+            return ""
+        return f"{server.url} answers {answer.status} {_reason(answer.read(MOST_ANSWER))}"
 
 
 def _reason(body: bytes) -> str:
