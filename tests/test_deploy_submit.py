@@ -129,6 +129,15 @@ def test_a_job_whose_number_is_unknown_keeps_its_copy(
     assert error(capsys) == said and len([*(login_node / "submitted").iterdir()]) == 1
 
 
+def test_after_ctrl_c_the_job_may_exist_and_keeps_its_copy(
+    config: Path, login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(login_node, "sbatch", "kill -INT $PPID; echo 4711")
+    assert slurm(config) == 130
+    assert capsys.readouterr().err.endswith("if the checks had finished, the run may have been submitted\n")
+    assert len([*(login_node / "submitted").iterdir()]) == 1
+
+
 def test_the_configuration_may_come_from_a_pipe(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe, as in --config <(envsubst < run.yaml), can be read only once."""
     reader, writer = os.pipe()
@@ -144,7 +153,8 @@ def test_the_configuration_may_come_from_a_pipe(config: Path, capsys: pytest.Cap
 def test_an_error_of_sbatch_passes_through_and_nothing_is_left(
     config: Path, login_node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(login_node, "sbatch", 'echo "sbatch: error: no account" >&2; echo "sbatch: error: refused" >&2; exit 7')
+    said = ("WARNING: the file is group-readable", "sbatch: error: no account", "sbatch: error: refused")
+    stand_in(login_node, "sbatch", "".join(f"echo '{line}' >&2; " for line in said) + "exit 7")
     assert slurm(config) == 7
     assert error(capsys) == "sbatch: no account; refused"
     assert sorted(path.name for path in login_node.iterdir()) == ["bin", "run.yaml"]

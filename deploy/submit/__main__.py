@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         order = Order(options, *load_given(options.config, options.set), tuple(words[place + 1 :]))
         QUEUES[options.queue].submit(order)
     except KeyboardInterrupt:
-        tell("interrupted: if the checks were over, the run may have been submitted")
+        tell("interrupted: if the checks had finished, the run may have been submitted")
         return INTERRUPTED
     except SubmitError as error:
         complain("deploy.submit", error)

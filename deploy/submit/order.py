@@ -126,7 +126,7 @@ def run(words: Sequence[str], environ: Mapping[str, str] | None = None) -> subpr
 def failure(done: subprocess.CompletedProcess[str]) -> SubmitError:
     """A program's own error in one line, with its exit code."""
     program = Path(done.args[0]).name
-    prefix = rf"(?i)({program}: )?error: |^(Use --debug flag|level=).*"
+    prefix = rf"(?i)({program}: )?error: |^(Use --debug flag|level=|WARNING: ).*"
     lines = [re.sub(prefix, "", line).strip() for line in (done.stderr or done.stdout).splitlines()]
     said = "; ".join(filter(None, lines)).replace(":; ", ": ") or f"ended with code {done.returncode}"
     return SubmitError(f"{program}: {said}", done.returncode if done.returncode > 0 else FAILED)
