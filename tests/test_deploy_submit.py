@@ -20,11 +20,10 @@ from deploy.submit import slurm as queue
 from deploy.submit.__main__ import main
 from tests.helpers.ranks import ROOT
 from tests.helpers.runs import write_config
+from tests.helpers.submissions import CARD, error
 from trainer.run.config import load
 
 pytestmark = pytest.mark.slow
-
-CARD = ["--memory", "80GiB", "--tflops", "400"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +50,6 @@ def stand_in(folder: Path, name: str, text: str) -> None:
     path = folder / "bin" / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
-
-
-def error(capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line, which is the only error."""
-    output = capsys.readouterr()
-    *before, last = output.err.splitlines()
-    assert last.startswith("deploy.submit: error: ") and not any("error" in line for line in before), output.err
-    assert not output.out
-    return last.removeprefix("deploy.submit: error: ")
 
 
 # ---- Slurm ---------------------------------------------------------------------------------------------------

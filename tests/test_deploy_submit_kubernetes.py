@@ -18,10 +18,10 @@ from tests.helpers import helm
 from tests.helpers.api_server import Api, api_server
 from tests.helpers.helm import documents, one, pod
 from tests.helpers.runs import write_config
+from tests.helpers.submissions import CARD, error
 
 pytestmark = pytest.mark.slow
 
-CARD = ["--memory", "80GiB", "--tflops", "400"]
 CLUSTER = ["--set", "image.repository=registry/lambert,data.claim=shards"]
 KEPT = ["ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim", "Service"]
 
@@ -63,15 +63,6 @@ def config(tiny_shards: Path, tmp_path: Path) -> Path:
 def submit(config: Path, *words: str, more: list[str] | None = None) -> int:
     own = ["--config", str(config), "--nodes", "2", "--gpus", "8", "--data", "copy", *CARD]
     return main(["kubernetes", *own, *words, "--", *(CLUSTER if more is None else more)])
-
-
-def error(capsys: pytest.CaptureFixture[str]) -> str:
-    """The last line, which is the only error."""
-    output = capsys.readouterr()
-    *before, last = output.err.splitlines()
-    assert last.startswith("deploy.submit: error: ") and not any("error" in line for line in before), output.err
-    assert not output.out
-    return last.removeprefix("deploy.submit: error: ")
 
 
 def test_a_dry_run_prints_the_manifests(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
