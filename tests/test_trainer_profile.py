@@ -20,8 +20,9 @@ from tests.helpers import ranks
 from tests.helpers.layout_rules import dotted
 from tests.helpers.ranks import ROOT
 from tests.helpers.runs import write_config
+from trainer.checkpoint.train_state import TrainState
 from trainer.engine.schedule import Phase
-from trainer.errors import TrainerError
+from trainer.errors import PassingError, TrainerError
 from trainer.profile import __main__ as command
 from trainer.profile import marks, parts
 from trainer.profile.advice import Setting, advise
@@ -40,7 +41,7 @@ from trainer.profile.breakdown import (
 from trainer.profile.events import Recording, read_trace, recording_of, spans_of_marks
 from trainer.profile.parts import PARTS, kernel_part
 from trainer.profile.report import RankTimes, lines
-from trainer.profile.steps import Size, Timing
+from trainer.profile.steps import Size, Steps, Timing
 from trainer.profile.timeline import draw, merged
 
 TRACE = ROOT / "tests/helpers/gpu_trace.json"  # three steps on one of two GPUs, the first to warm up
@@ -424,6 +425,15 @@ def test_a_number_out_of_range_gets_one_line(
         command.main()
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"trainer.profile: error: {option} {value}: must be between 1 and 1,000;")
+
+
+def test_a_gpu_without_enough_memory_gets_one_line() -> None:
+    def opened() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    steps: Any = SimpleNamespace(opened=opened, state=TrainState(phase=1))
+    with pytest.raises(PassingError, match=r"^CUDA out of memory: lower phases\.1\.micro_batch, or end what else"):
+        Steps.measured(steps, 2, Path("trace.json"))
 
 
 def test_a_step_is_cut_down_to_some_micro_batches() -> None:

@@ -16,15 +16,13 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 import trainer.ranks.first_process  # noqa: F401  before the other imports, which take seconds
 from data_prep.atomic import replacing
 from data_prep.options import CommandParser
 from data_prep.streams import write_whole_lines
 from kernels import backend
 from trainer.console import print_result, say, silent
-from trainer.errors import PassingError, TrainerError
+from trainer.errors import TrainerError
 from trainer.exits import DONE
 from trainer.model.flops import peak_flops
 from trainer.plan.micro_batch import settle
@@ -33,7 +31,7 @@ from trainer.profile.advice import Setting
 from trainer.profile.breakdown import break_down
 from trainer.profile.events import Recording, read_trace, recording_of, spans_of_marks
 from trainer.profile.report import RankTimes
-from trainer.profile.steps import Size, Steps, Timing
+from trainer.profile.steps import Size, Steps, Timing, device_name
 from trainer.ranks.ending import guard
 from trainer.ranks.world import World, gather_texts, leave, together
 from trainer.run.home import working_folder
@@ -79,14 +77,7 @@ def _profile(plan: Plan, world: World, options: argparse.Namespace) -> None:
     ):
         steps = Steps(plan, phase, size, world, Path(folder), say if world.is_main else silent)
         raw = Path(folder) / "trace.json"
-        try:
-            with steps.opened() as batches:
-                steps.warm_up(batches)
-                timing = steps.timed(batches, options.steps)
-                steps.profiled(batches, options.steps, raw)
-        except torch.OutOfMemoryError as error:
-            remedy = f"lower phases.{phase}.micro_batch, or end what else uses the GPU"
-            raise PassingError(f"{str(error).split('. ')[0]}: {remedy}") from None
+        timing = steps.measured(options.steps, raw)
         recording = together(partial(_record, raw, out / TRACE.format(world.rank), world.device.type == "cuda"), world)
     found = break_down(recording)
     own = RankTimes(world.rank, socket.gethostname(), found.own)
@@ -141,7 +132,7 @@ def _setting(plan: Plan, phase: int, size: Size, timing: Timing, world: World) -
     return Setting(
         where=f"phases.{phase}",
         cuda=cuda,
-        peak=peak_flops(torch.cuda.get_device_name(world.device)) if cuda else 0.0,
+        peak=peak_flops(device_name(world)) if cuda else 0.0,
         ranks=world.size,
         sequences=-(-size.global_batch // pieces),
         tokens=timing.tokens / pieces,
@@ -153,9 +144,8 @@ def _setting(plan: Plan, phase: int, size: Size, timing: Timing, world: World) -
 
 
 def _name(plan: Plan, phase: int, steps: int, world: World) -> str:
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     run, ours = plan.config.run.name[:40], plan.config.phases[phase].name[:40]
-    return f"{run}, phase {ours}: {steps} steps on {world.size} x {device}, rank 0"
+    return f"{run}, phase {ours}: {steps} steps on {world.size} x {device_name(world)}, rank 0"
 
 
 if __name__ == "__main__":

@@ -59,6 +59,11 @@ class Timing:
     skipped: int  # steps that overflowed, of all
 
 
+def device_name(world: World) -> str:
+    """The name of this rank's GPU, or CPU."""
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+
+
 class Steps:
     """An engine, a loader and metrics, which take one step after the other. Every rank takes the same steps."""
 
@@ -97,6 +102,21 @@ class Steps:
         if self.stop.agreed(self.state.attempts):
             raise PassingError("stopped by a signal" if self.world.is_main else "")
         return batch, result.applied
+
+    def measured(self, count: int, trace: Path) -> Timing:
+        """Warm up, then take ``count`` steps without the profiler and as many with it, which writes ``trace``.
+
+        Raises PassingError if the GPU's memory is too small.
+        """
+        try:
+            with self.opened() as batches:
+                self.warm_up(batches)
+                timing = self.timed(batches, count)
+                self.profiled(batches, count, trace)
+        except torch.OutOfMemoryError as error:
+            remedy = f"lower phases.{self.state.phase}.micro_batch, or end what else uses the GPU"
+            raise PassingError(f"{str(error).split('. ')[0]}: {remedy}") from None
+        return timing
 
     def warm_up(self, batches: Iterator[StepBatch]) -> None:
         """Take some steps, the last of which is applied. Raises TrainerError if none is."""
