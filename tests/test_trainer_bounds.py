@@ -49,7 +49,7 @@ VALID: dict[str, Any] = {
 def leaves(cls: type = Config, where: str = "") -> Iterator[tuple[str, Any]]:
     """Each key of a configuration that has a plain value, and its type."""
     for name, kind in get_type_hints(cls).items():
-        if get_origin(kind) is tuple:
+        if get_origin(kind) is tuple and dataclasses.is_dataclass(get_args(kind)[0]):
             yield from leaves(get_args(kind)[0], f"{where}{name}.0.")
         elif dataclasses.is_dataclass(kind):
             yield from leaves(kind, f"{where}{name}.")  # type: ignore[arg-type]

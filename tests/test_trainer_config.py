@@ -113,6 +113,13 @@ def test_contradictions_between_sections_are_reported(tmp_path: Path) -> None:
         ("phases.0.masks=whole", "phases.0.masks: 'whole' is not one of static, dynamic"),
         ("metrics.port=0", "metrics.port is 0: must be between 1 and 65535, or be null for no exporter"),
         ("optimiser.name=adam", "optimiser: unknown key; did you mean optimizer?"),
+        (
+            "metrics.tensorboard=true",
+            "metrics.tensorboard: unknown key; write metrics.trackers: [tensorboard] if it is",
+        ),
+        ("metrics.trackers=mlflow", "metrics.trackers: expected a list, found str 'mlflow'"),
+        ("metrics.trackers=[mlflo]", "metrics.trackers.0: 'mlflo' is not one of tensorboard, mlflow, wandb"),
+        ("metrics.trackers=[wandb, wandb]", "metrics.trackers names wandb twice: name it once"),
         ("evaluation.stop_at.mlm_acuracy=0.72", "evaluation.stop_at.mlm_acuracy: unknown key; did you mean mlm_accura"),
         ("evaluation.stop_at.mlm_accuracy=72", "evaluation.stop_at.mlm_accuracy is 72.0: must be above 0 and at most"),
         ("evaluation.stop_at.mlm_accuracy=0.72", "evaluation.stop_at is set but no phase has held-out shards: name so"),

@@ -25,7 +25,7 @@ DATA_SET = {*CONTRACT.split(), "addresses", "downloads", "retries", "servers"}
 STOCK = ("data_prep/stock.py",)  # imports webdataset, inside the functions that use it: the library imports torch
 # The folders of the trainer: each may import from those before it, and from the files that every part uses. The
 # commands at the top import from all of them.
-_LATER_ROOMS = "finetune encode plan profile bench runs"
+_LATER_ROOMS = "finetune encode plan profile bench runs track"
 ROOMS = f"model ranks data store engine checkpoint monitor links convert run {_LATER_ROOMS}".split()
 SHARED = ("bounds", "console", "errors", "exits", "options", "strict_yaml")
 LOOP = "trainer/run/train.py"

@@ -2,7 +2,7 @@
 
 One run alternates blocks of steps with all metrics on and with none, in pairs, so that other load on the machine
 affects both equally. With metrics on, every step is recorded and its parts are timed; every tenth step, the metrics are
-combined over the ranks, written, exported and printed, including event files. If step times vary by more than the
+combined over the ranks, written, exported and printed. If step times vary by more than the
 metrics cost, the time that rank 0's thread spends in them, without waiting for others, is the better measure.
 """
 
@@ -49,7 +49,7 @@ class OverheadBench:
         model = CPU_MODEL if world.device.type == "cpu" else ModelConfig()
         self.world, self.watches = world, {True: Stopwatch(world.device), False: Silent(world.device)}
         self.engine = Engine(EngineConfig(), Bert(model, 1), OptimizerConfig(), world, 1, self.watches[True])
-        config = MetricsConfig(port=None, tensorboard=True)
+        config = MetricsConfig(port=None)
         subject = Subject("overhead", folder, model, 10**6, lambda state: (0, 0.0), 100, (Baseline(7.0, 0),))
         self.metrics = Metrics(config, subject, world, self.watches[True])
         batch = micro_batch(LENGTHS[world.device.type], model)

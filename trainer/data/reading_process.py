@@ -43,7 +43,7 @@ class ReadingProcess:
 
     def __init__(self, reader: Reader, order: Order, global_batch: int, micro_batches: int) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, _blocked(BLOCKED):  # from the start: the process inherits it
+        with theirs, blocked(BLOCKED):  # from the start: the process inherits it
             try:
                 self._process = subprocess.Popen([sys.executable, "-c", _START, *sys.path], stdin=theirs.fileno())
             except BlockingIOError:
@@ -106,7 +106,7 @@ class ReadingProcess:
 
 
 @contextmanager
-def _blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
+def blocked(signals: Iterable[signal.Signals]) -> Iterator[None]:
     """Block the signals in this thread; those that arrive meanwhile are handled afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:

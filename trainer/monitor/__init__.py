@@ -1,1 +1,1 @@
-"""A run's reporting: metrics, the metrics log, the Prometheus exporter, TensorBoard files, and summaries of a run."""
+"""A run's reporting: metrics, the metrics log, the Prometheus exporter, trackers, and summaries of a run."""

@@ -1,4 +1,4 @@
-"""A run's metrics: collected per step, then written to the metrics log, Prometheus, TensorBoard and the progress line.
+"""A run's metrics: collected per step, then written to the metrics log, Prometheus and the progress line.
 
 Steps are recorded as they end, without communication between ranks and without waiting for a device. Every
 ``log_every_steps`` steps, the ranks combine their numbers and rank 0 publishes them, to the metrics log first.
@@ -35,18 +35,10 @@ from trainer.model.variance import variance_share
 from trainer.monitor.devices import device_facts
 from trainer.monitor.exporter import Exporter
 from trainer.monitor.guard import Finding, Guard
-from trainer.monitor.metrics_log import (
-    METRICS_LOG,
-    STEP_PARTS,
-    TIME_STATES,
-    MetricsLog,
-    Record,
-    newest_steps,
-    past,
-)
+from trainer.monitor.metrics_log import METRICS_LOG, STEP_PARTS, TIME_STATES, MetricsLog, Record, newest_steps, past
 from trainer.monitor.plateau import PLATEAU_STEPS, Baseline, Plateau, announce
 from trainer.monitor.progress_line import progress_line
-from trainer.monitor.tensorboard import EventFiles
+from trainer.monitor.trackers import Name, Trackers
 from trainer.monitor.train_job import TrainJob
 from trainer.ranks.world import LONGEST_TIMEOUT_SECONDS, StatusServer, World
 
@@ -62,8 +54,8 @@ class MetricsConfig:
     # steps between updates of the metrics; ranks also notice a SIGTERM only then; keep it under a minute of training
     log_every_steps: int = 10
     print_seconds: float = 3.0  # minimum time between two progress lines
-    linger_seconds: float = 20.0  # maximum wait for one more scrape after the end; launchers kill after 30
-    tensorboard: bool = False  # also write event files to the run's folder; needs the package tensorboard
+    linger_seconds: float = 20.0  # longest wait after the end, for a scrape and the trackers; launchers kill after 30
+    trackers: tuple[Name, ...] = ()  # where metrics are also sent while the run trains; each needs its package
     device_teraflops: float | None = None  # peak of one device, for the MFU; null: a known GPU's dense fp16 peak
 
     def problems(self) -> list[str]:
@@ -79,6 +71,10 @@ class MetricsConfig:
             print_seconds=(0, LONGEST_TIMEOUT_SECONDS),
             linger_seconds=(0, LONGEST_TIMEOUT_SECONDS),
         )
+        found += [
+            f"trackers names {name} twice: name it once"
+            for name in sorted({each for each in self.trackers if self.trackers.count(each) > 1})
+        ]
         if self.device_teraflops is not None and not self.device_teraflops > 0:
             found.append(f"device_teraflops is {self.device_teraflops}: must be above 0, or null")
         return found + outside(self, device_teraflops=(-math.inf, 10**6))
@@ -139,6 +135,7 @@ class Metrics:
         self._pending: list[_Pending] = []
         self._printed, self._waited, self._tokens, self._known_steps = 0.0, 0.0, 0, 0
         self._outlets: list[Callable[[list[Record]], None]] = []
+        self._trackers = Trackers((), subject.folder, 0.0)  # none until it is known what runs
         self._plateau = Plateau(subject.model.dropout)
         if world.is_main:
             if subject.target_steps is not None:
@@ -164,8 +161,6 @@ class Metrics:
                 self.exporter("rank", rank).info(devices[rank])
                 self.exporter.publish_rank(rank, {}, 0.0)
         if self.world.is_main:
-            if self.config.tensorboard:
-                self._outlets.append(EventFiles(self.subject.folder / "tensorboard", state.step).write)
             self.exporter("run").info({key: text for key, text in facts.items() if key != "run"})  # a label already
             self.exporter.publish_progress(state, time.time())
             self._plateau.on &= state.step > 0  # the metrics log may tell of a run that starts again
@@ -175,6 +170,7 @@ class Metrics:
             begun = {"time": time.time(), "step": state.step, "rolled_back": lost}
             self._publish([{"event": "start", **begun, **facts, "hardware": devices[self.world.rank]["device"]}])
             say(" · ".join(f"{key} {value}" for key, value in facts.items()))
+            self._trackers = Trackers(self.config.trackers, self.subject.folder, self.config.linger_seconds)
         self.spend("start")
 
     def changed(self, step: int, changes: Changes) -> None:
@@ -300,10 +296,12 @@ class Metrics:
             self._publish([{"event": "end", "time": time.time(), "spent": dict(self.spent), **facts}])
 
     def linger(self) -> None:
-        """Give the TrainJob and Prometheus time to get the end of the run; Prometheus only if it has scraped before."""
+        """Give the TrainJob, the trackers and Prometheus, if it has scraped before, time to get the end of the run."""
         if self.world.is_main:
+            until = time.monotonic() + self.config.linger_seconds
             self._job.close()
             self.exporter.linger(self.config.linger_seconds)
+            self._trackers.wait(until - time.monotonic())
 
     def _exchange(self) -> _Exchanged:
         """Exchange each rank's numbers, so that every rank has all of them."""

@@ -75,7 +75,7 @@ class Steps:
         module = together(partial(build_model, plan), world)
         self.engine = Engine(config.engine, module, config.optimizer, world, config.run.seed, watch)
         limit_waits(config.run.timeout_seconds)
-        quiet = replace(config.metrics, port=None, tensorboard=False, print_seconds=math.inf, linger_seconds=0.0)
+        quiet = replace(config.metrics, port=None, trackers=(), print_seconds=math.inf, linger_seconds=0.0)
         baselines = tuple(each.baseline for each in plan.phases)
         left, every = partial(remaining, plan.phases), config.checkpoint.every_steps
         subject = Subject(config.run.name, folder, config.model, None, left, every, baselines)

@@ -37,6 +37,7 @@ from trainer.strict_yaml import LARGEST_YAML_BYTES, parse_yaml
 
 LONGEST_TEXT = 4096  # characters; the longest path that Linux accepts
 MOST_ITEMS = 1000  # in a list
+REPLACED = {"metrics.tensorboard": "write metrics.trackers: [tensorboard] if it is true; else remove it"}
 _WRONG = object()  # stands for a value that cannot be used
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -107,7 +108,8 @@ class Config:
                 "optimizer.implementation is apex, which runs on GPUs, but engine.offload_optimizer runs the optimizer "
                 "on CPUs: set the first to lambert, or remove the second"
             )
-        if self.metrics.port is not None and self.metrics.linger_seconds >= self.run.timeout_seconds:
+        lingers = self.metrics.port is not None or self.metrics.trackers
+        if lingers and self.metrics.linger_seconds >= self.run.timeout_seconds:
             found.append(
                 f"metrics.linger_seconds is {self.metrics.linger_seconds} but run.timeout_seconds is "
                 f"{self.run.timeout_seconds}: ranks wait that long at the end: lower the first or raise the second"
@@ -226,9 +228,10 @@ def _build(cls: Any, tree: Any, where: str, problems: list[str]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in tree:
         if key not in fields:
+            path = _join(where, key if key.isidentifier() else shown(key))
             near = difflib.get_close_matches(key[:200], list(fields), 1)
             hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(fields)}"
-            problems.append(f"{_join(where, key if key.isidentifier() else shown(key))}: unknown key; {hint}")
+            problems.append(f"{path}: unknown key; {REPLACED.get(path, hint)}")
     values, wrong = dict[str, Any](), set[str]()
     for name, spec in fields.items():
         before = len(problems)

@@ -14,6 +14,7 @@ from trainer.console import say, warn
 from trainer.engine.engine import resolve_precision
 from trainer.engine.optimizer import require_implementation
 from trainer.errors import TrainerError, exit_code
+from trainer.monitor.trackers import require_packages
 from trainer.ranks.ending import error_text, fail
 from trainer.ranks.network import ports
 from trainer.ranks.world import (
@@ -57,6 +58,7 @@ def require_fitting(config: Config, ranks: int, device: torch.device) -> None:
         )
     resolve_precision(config.engine, device)
     require_implementation(config.optimizer, config.engine.zero_stage, ranks, device)
+    require_packages(config.metrics.trackers)
     with backend.using(config.engine.kernels):
         backend.resolve(device.type)
 
