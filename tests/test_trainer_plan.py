@@ -104,7 +104,7 @@ def test_the_peak_of_a_pass_is_what_the_plan_says() -> None:
             with LiveBytes([*bert.parameters(), batch.samples, batch.is_next], collects) as live:
                 run()
     load = Load(31, batch.masked.numel(), 1)
-    planned = pass_bytes(model, sizes(model), Setting(1, "fp16", 1), load)
+    planned = pass_bytes(model, Setting(1, "fp16", 1), load)
     assert sum(kept(model, load, 2)) < planned == pytest.approx(live.peak, rel=0.015)
 
 
@@ -113,11 +113,11 @@ def test_engines_keep_what_the_plan_says(tmp_path: Path) -> None:
     size, plans, out = 2, ["fp16:1:2", "bf16:2:2", "bf16:1:2"], tmp_path / "bytes.json"
     ended = ranks.finish(ranks.fork(size, "tests/helpers/plan_on_ranks.py", str(out), *plans), timeout=120)
     assert {code for code, _ in ended} == {0}, "\n".join(text for _, text in ended)
-    counted, found = sizes(MODEL), json.loads(out.read_text())
+    found = json.loads(out.read_text())
     for plan in plans:
         precision, stage, micro_batches = plan.split(":")
         setting = Setting(int(stage), precision, size)  # type: ignore[arg-type]
-        planned = resident(counted, setting, micro_batches != "1")
+        planned = resident(MODEL, setting, micro_batches != "1")
         own = sum(bytes_ for kind, bytes_ in planned.items() if kind not in OUTSIDE)
         scattered = planned["gradients"] // 3  # gloo reduces in place, NCCL into a share
         assert found[plan] == own - scattered, plan
@@ -131,7 +131,7 @@ def test_checkpointing_keeps_what_its_own_test_counts() -> None:
     for kind, size in keep.items():
         setting = Setting(1, "fp16", 1, checkpointing=kind)
         most, least = TOKENS * (24 * size + 45_000), TOKENS * (23 * size + keep["none"])
-        assert least < pass_bytes(LARGE, sizes(LARGE), setting, load) < most
+        assert least < pass_bytes(LARGE, setting, load) < most
 
 
 def test_bert_large_takes_what_was_measured() -> None:
@@ -157,33 +157,32 @@ def test_the_peak_is_what_a_gpu_reserved(
 ) -> None:
     tokens, model = sequences * length, MODEL_SIZES[size]
     setting = Setting(stage, "fp16", 1, checkpointing=kind)
-    found = peak(model, sizes(model), setting, Load(tokens, round(0.15 * tokens), sequences), True)
+    found = peak(model, setting, Load(tokens, round(0.15 * tokens), sequences), True)
     assert reserved(found) / GIB == pytest.approx(gib, rel=0.05)
 
 
 def test_what_fits_ran_and_a_tenth_more_did_not() -> None:
     """docs/lab.md, 2026-11-29: with PyTorch limited to 16 GiB, 356 sequences ran and 374 did not."""
     card, base = Card("limit", 16 + CONTEXT_BYTES / GIB, ()), MODEL_SIZES["base"]
-    most = estimate.largest(base, Setting(1, "fp16", 1), sizes(base), full(128), 2**16, card)
+    most = estimate.largest(base, Setting(1, "fp16", 1), full(128), 2**16, card)
     assert most <= 356 and 1.1 * most >= 374
 
 
 def test_the_peak_is_at_the_end_of_forward_unless_little_is_kept() -> None:
-    counted, setting = sizes(LARGE), Setting(1, "fp16", 2)
-    small, large = (peak(LARGE, counted, setting, Load(n, round(0.15 * n), 1), True) for n in (16, TOKENS))
-    gradients = 2 * counted.parameters - small["activations"] - small["logits"]
+    setting = Setting(1, "fp16", 2)
+    small, large = (peak(LARGE, setting, Load(n, round(0.15 * n), 1), True) for n in (16, TOKENS))
+    gradients = 2 * sizes(LARGE).parameters - small["activations"] - small["logits"]
     assert small["workspace"] > gradients > 0
     assert large["workspace"] < 0.03 * (large["activations"] + large["logits"])
     assert sum(large.values()) - reserved(large) == large["NCCL"] + large["context"]
 
 
 def test_more_ranks_and_stages_take_less() -> None:
-    counted = sizes(LARGE)
-    stages = [sum(resident(counted, Setting(stage, "fp16", 8), True).values()) for stage in (1, 2, 3)]
+    stages = [sum(resident(LARGE, Setting(stage, "fp16", 8), True).values()) for stage in (1, 2, 3)]
     assert stages == sorted(stages, reverse=True) and stages[0] > 1.2 * stages[1]
-    alone, many = (sum(resident(counted, Setting(2, "fp16", size), True).values()) for size in (2, 64))
+    alone, many = (sum(resident(LARGE, Setting(2, "fp16", size), True).values()) for size in (2, 64))
     assert many < alone
-    offloaded = resident(counted, Setting(2, "fp16", 8, offloads=True), True)
+    offloaded = resident(LARGE, Setting(2, "fp16", 8, offloads=True), True)
     assert offloaded["masters"] == offloaded["moments"] == 0
 
 
@@ -194,8 +193,8 @@ def test_more_ranks_and_stages_take_less() -> None:
 def test_a_step_takes_what_was_measured(micro_batches: int, milliseconds: float) -> None:
     """docs/performance.md: BERT-Large on two H200s, ZeRO 1, LAMB."""
     card, batch = choose(read_rates(CARDS), "h200"), 2 * micro_batches * TOKENS // 128
-    work = (full(128), (batch, micro_batches), (card, assumed(2, 1)))
-    found = step_time(LARGE, sizes(LARGE), Setting(1, "fp16", 2), "lamb", *work)
+    work = full(128), batch, micro_batches, card, assumed(2, 1)
+    found = step_time(LARGE, Setting(1, "fp16", 2), "lamb", *work)
     assert 1000 * sum(found.values()) == pytest.approx(milliseconds, rel=0.1)
 
 
@@ -216,8 +215,7 @@ def test_a_step_of_one_gpu_takes_what_was_measured(
     """Two micro-batches, with rates from another machine and other shapes."""
     card, model = choose(read_rates(CARDS), "h200"), MODEL_SIZES[size]
     setting = Setting(stage, "fp16", 1, checkpointing=kind)
-    work = (full(length), (2 * sequences, 2), (card, assumed(1, 1)))
-    found = step_time(model, sizes(model), setting, "lamb", *work)
+    found = step_time(model, setting, "lamb", full(length), 2 * sequences, 2, card, assumed(1, 1))
     assert 1000 * sum(found.values()) == pytest.approx(milliseconds, rel=0.1)
     assert not launch_bound(model, setting, card, found["compute"] / 2)
 
@@ -251,8 +249,8 @@ def test_few_tokens_take_the_time_of_the_kernels_launches() -> None:
         card = Card("NVIDIA X1", 40.0, rates)
         assert card.least_seconds(LARGE.layers) == pytest.approx(least)
         assert replace(card, tflops=9.0).least_seconds(LARGE.layers) == 0
-        work = full(128), (2, 2), (card, assumed(1, 1))
-        found = step_time(LARGE, sizes(LARGE), Setting(1, "fp16", 1), "lamb", *work)["compute"]
+        work = full(128), 2, 2, card, assumed(1, 1)
+        found = step_time(LARGE, Setting(1, "fp16", 1), "lamb", *work)["compute"]
         assert found == pytest.approx(2 * least) if least else found < 0.01
         for kind, factor in CHECKPOINTING_FACTOR.items():
             setting = Setting(1, "fp16", 1, checkpointing=kind)

@@ -43,7 +43,7 @@ from trainer.model.checkpointing import Checkpointing
 from trainer.plan.cards import CARDS, SPARE, Card, choose, read_rates
 from trainer.plan.estimate import largest
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import CONTEXT_BYTES, GIB, Load, Setting, peak, reserved, sizes
+from trainer.plan.memory import CONTEXT_BYTES, GIB, Load, Setting, peak, reserved
 from trainer.plan.speed import assumed, step_time
 from trainer.ranks.world import World, from_launcher, join, leave
 
@@ -140,7 +140,7 @@ class Bench:
     def limited(self, limit: int) -> None:
         """Print whether the largest micro-batch that fits into ``limit`` bytes runs, and whether larger ones do."""
         lengths, card = full(LIMIT_LENGTH), Card("limit", (limit + CONTEXT_BYTES) / GIB, ())
-        most = largest(self.model, self.setting, sizes(self.model), lengths, 2**16, card)
+        most = largest(self.model, self.setting, lengths, 2**16, card)
         print_result(
             f"\nlimit {limit / GIB:.2f} GiB, {self.size}, ZeRO {self.setting.stage}: by the plan {most:,} sequences of "
             f"{LIMIT_LENGTH} fit, with {SPARE:.0%} left free"
@@ -182,11 +182,10 @@ def full(length: int) -> Lengths:
 def predicted(model: ModelConfig, setting: Setting, shape: tuple[int, int], card: Card) -> tuple[int, float]:
     """The planner's reserved memory in bytes, and step time in seconds. ``shape``: length, and sequences."""
     length, sequences = shape
-    tokens, counted = sequences * length, sizes(model)
-    load = Load(tokens, round(0.15 * tokens), sequences)
-    work = full(length), (MICRO_BATCHES * sequences, MICRO_BATCHES), (card, assumed(1, 1))
-    found = peak(model, counted, setting, load, accumulates=True)
-    return reserved(found), sum(step_time(model, counted, setting, "lamb", *work).values())
+    load = Load(sequences * length, round(0.15 * sequences * length), sequences)
+    work = full(length), MICRO_BATCHES * sequences, MICRO_BATCHES, card, assumed(1, 1)
+    found = peak(model, setting, load, accumulates=True)
+    return reserved(found), sum(step_time(model, setting, "lamb", *work).values())
 
 
 def shapes(

@@ -16,7 +16,7 @@ from trainer.model.checkpointing import Checkpointing
 from trainer.plan import goodput
 from trainer.plan.cards import SPARE, Card, doubts
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import GIB, Bytes, Load, Setting, Sizes, host_bytes, peak, reserved, sizes
+from trainer.plan.memory import GIB, Bytes, Load, Setting, host_bytes, peak, reserved, sizes
 from trainer.plan.speed import Network, launch_bound, step_time
 from trainer.run.config import Config
 
@@ -73,16 +73,15 @@ class Run:
     config: Config
     hardware: Hardware
     setting: Setting
-    sizes: Sizes
 
     def needs(self, each: PhasePlan, setting: Setting | None = None) -> Bytes:
         """Bytes of a rank by kind in a phase, at their peak."""
         load, accumulates = each.micro_batch, each.accumulation > 1
-        return peak(self.config.model, self.sizes, setting or self.setting, load, accumulates)
+        return peak(self.config.model, setting or self.setting, load, accumulates)
 
     def largest(self, lengths: Lengths, share: int, setting: Setting) -> int:
         """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits."""
-        return largest(self.config.model, setting, self.sizes, lengths, share, self.hardware.card)
+        return largest(self.config.model, setting, lengths, share, self.hardware.card)
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def at_stage(setting: Setting, stage: int) -> Setting:
 
 def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardware: Hardware) -> Plan:
     """Plan a run over data sets of these lengths, one per phase. Raises TrainerError if the run cannot work."""
-    run = Run(config, hardware, setting, sizes(config.model))
+    run = Run(config, hardware, setting)
     phases = tuple(_plan_phase(run, phase, lengths) for phase, lengths in zip(config.phases, data, strict=True))
     for number, each in enumerate(phases):
         _require_room(run, number, each, data[number])
@@ -163,7 +162,7 @@ def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardwar
     hours = wall * hardware.ranks / 3600
     return Plan(
         name=config.run.name,
-        parameters=run.sizes.parameters,
+        parameters=sizes(config.model).parameters,
         gpus=hardware.ranks,
         nodes=hardware.nodes,
         card=hardware.card.name,
@@ -174,7 +173,7 @@ def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardwar
         memory_phase=phases[peaks[setting.stage].index(memory[setting.stage])].name,
         reserved_bytes={stage: reserved(kinds) for stage, kinds in memory.items()},
         memory_bytes=memory,
-        host_bytes_per_node=hardware.gpus * host_bytes(run.sizes, setting),
+        host_bytes_per_node=hardware.gpus * host_bytes(config.model, setting),
         phases=phases,
         steps=steps,
         training_seconds=seconds,
@@ -194,8 +193,8 @@ def _plan_phase(run: Run, phase: Phase, lengths: Lengths) -> PhasePlan:
     if phase.micro_batch == "auto":
         phase = replace(phase, micro_batch=max(1, most[setting.stage]))
     _, accumulation = batch_of(phase, setting.ranks)
-    work = lengths, (global_batch, accumulation), (hardware.card, hardware.network)
-    parts = step_time(run.config.model, run.sizes, setting, run.config.optimizer.name, *work)
+    work = lengths, global_batch, accumulation, hardware.card, hardware.network
+    parts = step_time(run.config.model, setting, run.config.optimizer.name, *work)
     step = sum(parts.values())
     runs = resolve(phase, global_batch, lengths.samples)
     steps = runs.steps if phase.minutes is None else max(1, round(60 * phase.minutes / step))
@@ -233,9 +232,10 @@ def _notes(run: Run, phases: Sequence[PhasePlan], data: Sequence[Lengths]) -> tu
 def _checkpoints(run: Run, seconds: float, steps: int) -> Checkpoints:
     """The size, stall and interval of checkpoints. ``seconds``: of training, for all steps."""
     hardware, config = run.hardware, run.config.checkpoint
-    size = goodput.checkpoint_bytes(run.sizes.parameters)
+    counted = sizes(run.config.model)
+    size = goodput.checkpoint_bytes(counted.parameters)
     write = size / hardware.disk_bytes_per_second
-    stall = goodput.stall(run.sizes.share(run.setting.stage, run.setting.ranks), write, config.asynchronous)
+    stall = goodput.stall(counted.share(run.setting.stage, run.setting.ranks), write, config.asynchronous)
     every = config.every_steps * seconds / steps
     between = goodput.mean_time_between(hardware.failures or 0.0, hardware.ranks)
     # until an asynchronous save is on disk, a failure costs the work since the one before it
@@ -245,7 +245,7 @@ def _checkpoints(run: Run, seconds: float, steps: int) -> Checkpoints:
     return Checkpoints(size, write, stall, every, best, goodput.goodput(every, stall, restart, between), kept)
 
 
-def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengths, share: int, card: Card) -> int:
+def largest(model: ModelConfig, setting: Setting, lengths: Lengths, share: int, card: Card) -> int:
     """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits.
 
     They fit if SPARE of the card's memory stays free.
@@ -253,7 +253,7 @@ def largest(model: ModelConfig, setting: Setting, counted: Sizes, lengths: Lengt
 
     def fits(sequences: int) -> bool:
         load = lengths.fullest(sequences)
-        return sum(peak(model, counted, setting, load, sequences < share).values()) <= card.room
+        return sum(peak(model, setting, load, sequences < share).values()) <= card.room
 
     if fits(share):
         return share

@@ -11,6 +11,7 @@ per tensor. A test counts the storages that autograd really saves and requires e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -90,6 +91,7 @@ class Setting:
         return 4 if self.precision == "fp32" else 2
 
 
+@cache
 def sizes(model: ModelConfig) -> Sizes:
     """Count a model's parameters without allocating them."""
     with torch.device("meta"):
@@ -152,17 +154,17 @@ def kept(model: ModelConfig, load: Load, element: int, checkpointing: Checkpoint
     return Kept(encoder, mlm + nsp, element * targets * model.vocab_rows)
 
 
-def resident(sizes: Sizes, setting: Setting, accumulates: bool) -> Bytes:
+def resident(model: ModelConfig, setting: Setting, accumulates: bool) -> Bytes:
     """Bytes on the GPU that stay from step to step. ``accumulates``: a step has several micro-batches."""
-    stage, ranks, element = setting.stage, setting.ranks, setting.element
-    whole, share = sizes.padded(ranks), sizes.share(stage, ranks)
+    stage, ranks, element, counted = setting.stage, setting.ranks, setting.element, sizes(model)
+    whole, share = counted.padded(ranks), counted.share(stage, ranks)
     found = dict.fromkeys(KINDS, 0)
     if not setting.offloads:
         found["masters"], found["moments"] = 4 * share, 8 * share
     if stage == 0:  # the weights are the masters
-        found |= {"weights": 4 * sizes.parameters, "masters": 0, "gradients": 4 * sizes.parameters}
+        found |= {"weights": 4 * counted.parameters, "masters": 0, "gradients": 4 * counted.parameters}
     elif stage == 3:
-        found |= {"weights": element * (share + sizes.small), "gradients": element * share}
+        found |= {"weights": element * (share + counted.small), "gradients": element * share}
     elif setting.precision == "fp32":  # DeepSpeed reduces in a bucket and keeps its share of the sums
         found |= {"weights": 4 * whole, "gradients": 4 * whole, "accumulation": 4 * share}
     elif setting.deepspeed_bf16:
@@ -178,12 +180,12 @@ def resident(sizes: Sizes, setting: Setting, accumulates: bool) -> Bytes:
     return found
 
 
-def host_bytes(sizes: Sizes, setting: Setting) -> int:
+def host_bytes(model: ModelConfig, setting: Setting) -> int:
     """Bytes of host memory that a rank's offloaded optimizer takes: masters, moments, and new weights."""
-    return (12 + setting.element) * sizes.share(setting.stage, setting.ranks) if setting.offloads else 0
+    return (12 + setting.element) * sizes(model).share(setting.stage, setting.ranks) if setting.offloads else 0
 
 
-def peak(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load, accumulates: bool) -> Bytes:
+def peak(model: ModelConfig, setting: Setting, load: Load, accumulates: bool) -> Bytes:
     """Bytes by kind at the moment of the step when their sum is largest.
 
     At the end of the forward pass, everything that backward needs is kept. What a later moment takes beyond that, in
@@ -191,22 +193,22 @@ def peak(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load, accumul
     logits' size, which PyTorch's allocator reserved on an H200. Backward frees the logits first; probably smaller
     tensors then divide their block.
     """
-    found = resident(sizes, setting, accumulates)
+    found = resident(model, setting, accumulates)
     held = kept(model, load, setting.element, setting.checkpointing)
-    passing = pass_bytes(model, sizes, setting, load)
-    found["weights"] += _gathered(sizes, setting)
+    passing = pass_bytes(model, setting, load)
+    found["weights"] += _gathered(model, setting)
     found["activations"], found["logits"] = held.encoder + held.heads, held.logits
     found["workspace"] = passing - sum(held) + held.logits + WORKSPACE_BYTES
     return found
 
 
-def pass_bytes(model: ModelConfig, sizes: Sizes, setting: Setting, load: Load) -> int:
+def pass_bytes(model: ModelConfig, setting: Setting, load: Load) -> int:
     """The most bytes that a forward and backward pass takes, with the gradients of weights.
 
     They are all there at its end, unless DeepSpeed keeps or reduces each one as it comes.
     """
     held = kept(model, load, setting.element, setting.checkpointing)
-    at_the_end = 0 if setting.stage in (0, 3) else setting.element * sizes.parameters
+    at_the_end = 0 if setting.stage in (0, 3) else setting.element * sizes(model).parameters
     return max(sum(held), _in_the_last_layer(model, setting, load, held), at_the_end)
 
 
@@ -224,9 +226,10 @@ def _in_the_last_layer(model: ModelConfig, setting: Setting, load: Load, held: K
     return held.encoder + again + setting.element * (weights + arriving)
 
 
-def _gathered(sizes: Sizes, setting: Setting) -> int:
+def _gathered(model: ModelConfig, setting: Setting) -> int:
     """Bytes of weights that ZeRO 3 has gathered at once: all of them, up to ``stage3_max_live_parameters``."""
     if setting.stage != 3:
         return 0
-    live = min(sizes.parameters - sizes.small, 10**9)
-    return setting.element * max(live, 2 * sizes.layer)
+    counted = sizes(model)
+    live = min(counted.parameters - counted.small, 10**9)
+    return setting.element * max(live, 2 * counted.layer)

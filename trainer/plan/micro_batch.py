@@ -19,7 +19,7 @@ from trainer.errors import TrainerError
 from trainer.plan.cards import SPARE, Card
 from trainer.plan.estimate import largest, setting_of
 from trainer.plan.lengths import lengths_of
-from trainer.plan.memory import CONTEXT_BYTES, GIB, sizes
+from trainer.plan.memory import CONTEXT_BYTES, GIB
 from trainer.ranks.world import World, broadcast_text, gather_texts, together
 from trainer.run.config import Config
 from trainer.run.home import store_of
@@ -131,7 +131,7 @@ def _most(plan: Plan, data: PhaseData, ranks: int, room: float) -> int:
         setting, lengths = setting_of(config, ranks), lengths_of(data.loader.folder, data.loader.manifest)
     except TrainerError as error:
         raise TrainerError(f"micro_batch is auto, which asks the planner: {error}") from None
-    return largest(config.model, setting, sizes(config.model), lengths, _share(data, ranks), card)
+    return largest(config.model, setting, lengths, _share(data, ranks), card)
 
 
 def _share(data: PhaseData, ranks: int) -> int:

@@ -21,7 +21,7 @@ from trainer.model.checkpointing import Checkpointing
 from trainer.model.flops import model_flops
 from trainer.plan.cards import Card
 from trainer.plan.lengths import Lengths
-from trainer.plan.memory import Setting, Sizes
+from trainer.plan.memory import Setting, sizes
 
 ACCUMULATE_PS = 0.98  # per parameter and micro-batch: 0.33 ms for 336 million
 OFFLOADED_PS = 2400.0  # per updated parameter: 0.8 s for 336 million on 16 cores
@@ -96,31 +96,31 @@ def launch_bound(model: ModelConfig, setting: Setting, card: Card, seconds: floa
 
 def step_time(
     model: ModelConfig,
-    sizes: Sizes,
     setting: Setting,
     optimizer: str,
     lengths: Lengths,
-    batch: tuple[int, int],
-    hardware: tuple[Card, Network],
+    global_batch: int,
+    micro_batches: int,
+    card: Card,
+    network: Network,
 ) -> dict[str, float]:
     """The seconds of a step on one rank by part, without those that overlap with computing.
 
-    ``batch``: the global batch, and the micro-batches per rank.
+    ``micro_batches``: per rank.
     """
-    (global_batch, micro_batches), (card, network), ranks = batch, hardware, setting.ranks
-    counts = lengths.batch(global_batch)
+    counts, counted, ranks = lengths.batch(global_batch), sizes(model), setting.ranks
     tokens = counts.tokens / ranks / micro_batches
     rate = 1e12 * card.rate(model.hidden, lengths.squares / lengths.tokens, tokens)
     least = micro_batches * card.least_seconds(model.layers)
     compute = max(model_flops(model, counts) / ranks / rate, least) * CHECKPOINTING_FACTOR[setting.checkpointing]
     update = OFFLOADED_PS if setting.offloads else card.optimizer_ps(optimizer)
-    one_pass = network.pass_seconds(setting.element * sizes.padded(ranks), ranks)
+    one_pass = network.pass_seconds(setting.element * counted.padded(ranks), ranks)
     reduction = 2 * one_pass if setting.deepspeed_bf16 or setting.stage == 0 else one_pass
     # stage 2 reduces each micro-batch while the next one is computed; stage 3's reductions are in its factor
     return {
         "compute": compute * (ZERO_3_FACTOR if setting.stage == 3 else 1),  # forward and backward passes
-        "accumulate": 0.0 if setting.stage == 3 else 1e-12 * ACCUMULATE_PS * sizes.parameters * micro_batches,
+        "accumulate": 0.0 if setting.stage == 3 else 1e-12 * ACCUMULATE_PS * counted.parameters * micro_batches,
         "reduce": 0.0 if setting.stage == 3 else reduction,  # the gradients over the ranks
-        "optimizer": 1e-12 * update * sizes.share(setting.stage, ranks),
+        "optimizer": 1e-12 * update * counted.share(setting.stage, ranks),
         "gather": one_pass if setting.stage in (1, 2) else 0.0,  # the new weights to all ranks
     }
