@@ -107,17 +107,22 @@ def read_rates(path: Path) -> list[Rate]:
     except (ValueError, TypeError) as error:
         raise TrainerError(f"{path} is no table of rates ({error}): write one with trainer.bench --write") from None
     for row in rows:
-        for name, kind in ((each.name, each.type) for each in fields(Rate)):
-            value = getattr(row, name)
-            if not (isinstance(value, str) if kind == "str" else _positive(value)):
-                what = "a text" if kind == "str" else f"a number above 0, and at most {LARGEST:g}"
-                raise TrainerError(f"{path}: {name} is {shown(value)}: must be {what}; measure it again")
+        for each in fields(Rate):
+            value = getattr(row, each.name)
+            if each.type == "str":
+                good, wanted = isinstance(value, str), "a text"
+            else:
+                good = type(value) in (int, float) and 0 < value <= LARGEST
+                wanted = f"a number above 0, and at most {LARGEST:g}"
+            if not good:
+                raise TrainerError(f"{path}: {each.name} is {shown(value)}: must be {wanted}; measure it again")
     return rows
 
 
 def add_rates(path: Path, more: Sequence[Rate]) -> None:
     """Add rows to the table at ``path``, or start one. A row of the same card, model and shape is replaced."""
-    found = {_place(row): row for row in [*(read_rates(path) if path.exists() else []), *more]}
+    rows = [*(read_rates(path) if path.exists() else []), *more]
+    found = {(row.card, row.layers, row.hidden, row.length, row.tokens): row for row in rows}
     with replacing(path) as file:
         lines = ",".join(f"\n {json.dumps(asdict(row))}" for row in found.values())
         file.write(f"[{lines}\n]\n".encode())
@@ -180,11 +185,3 @@ def _at_length(own: dict[int, float], model: dict[int, float], length: float) ->
 def _interp(known: Mapping[Any, float], where: float) -> float:
     at = sorted(known)
     return float(np.interp(where, at, [known[each] for each in at]))
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LARGEST
-
-
-def _place(row: Rate) -> tuple[str, int, int, int, int]:
-    return row.card, row.layers, row.hidden, row.length, row.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -22,6 +23,7 @@ from trainer.run.config import Config
 
 STAGES = (0, 1, 2, 3)
 MOST_RANKS = 4096  # tried when nothing fits
+DAY = 86_400.0  # seconds
 LEAST_GOODPUT = 0.05  # with less, a plan is refused
 NOTES = (
     "not counted: evaluation, waiting for data, start-up",
@@ -46,6 +48,11 @@ class Hardware:
     def ranks(self) -> int:
         """GPUs of all nodes."""
         return self.gpus * self.nodes
+
+    @property
+    def seconds_between_failures(self) -> float:
+        """The mean time from one failure of any GPU to the next; infinite without a rate of failures."""
+        return math.inf if self.failures is None else 1 / (self.failures * self.ranks / DAY)
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,6 @@ class Run:
         """Bytes of a rank by kind in a phase, at their peak."""
         load, accumulates = each.micro_batch, each.accumulation > 1
         return peak(self.config.model, setting or self.setting, load, accumulates)
-
-    def largest(self, lengths: Lengths, share: int, setting: Setting) -> int:
-        """The most sequences of a rank's ``share`` that fit into one micro-batch; 0 if not even one fits."""
-        return largest(self.config.model, setting, lengths, share, self.hardware.card)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardwar
     steps, seconds = sum(each.steps for each in phases), sum(each.seconds for each in phases)
     checkpoints = _checkpoints(run, seconds, steps)
     _require_progress(run, checkpoints, seconds / steps)
-    wall = seconds / checkpoints.goodput if checkpoints.goodput else float("inf")
+    wall = seconds / checkpoints.goodput if checkpoints.goodput else math.inf
     hours = wall * hardware.ranks / 3600
     return Plan(
         name=config.run.name,
@@ -186,15 +189,15 @@ def make_plan(config: Config, setting: Setting, data: Sequence[Lengths], hardwar
 
 
 def _plan_phase(run: Run, phase: Phase, lengths: Lengths) -> PhasePlan:
-    setting, hardware = run.setting, run.hardware
+    model, setting, hardware = run.config.model, run.setting, run.hardware
     global_batch, _ = batch_of(phase, setting.ranks)
     share = -(-global_batch // setting.ranks)
-    most = {stage: run.largest(lengths, share, at_stage(setting, stage)) for stage in STAGES}
+    most = {stage: largest(model, at_stage(setting, stage), lengths, share, hardware.card) for stage in STAGES}
     if phase.micro_batch == "auto":
         phase = replace(phase, micro_batch=max(1, most[setting.stage]))
     _, accumulation = batch_of(phase, setting.ranks)
     work = lengths, global_batch, accumulation, hardware.card, hardware.network
-    parts = step_time(run.config.model, setting, run.config.optimizer.name, *work)
+    parts = step_time(model, setting, run.config.optimizer.name, *work)
     step = sum(parts.values())
     runs = resolve(phase, global_batch, lengths.samples)
     steps = runs.steps if phase.minutes is None else max(1, round(60 * phase.minutes / step))
@@ -233,14 +236,14 @@ def _checkpoints(run: Run, seconds: float, steps: int) -> Checkpoints:
     """The size, stall and interval of checkpoints. ``seconds``: of training, for all steps."""
     hardware, config = run.hardware, run.config.checkpoint
     counted = sizes(run.config.model)
-    size = goodput.checkpoint_bytes(counted.parameters)
+    size = goodput.SAVED_BYTES * counted.parameters
     write = size / hardware.disk_bytes_per_second
     stall = goodput.stall(counted.share(run.setting.stage, run.setting.ranks), write, config.asynchronous)
     every = config.every_steps * seconds / steps
-    between = goodput.mean_time_between(hardware.failures or 0.0, hardware.ranks)
+    between = hardware.seconds_between_failures
     # until an asynchronous save is on disk, a failure costs the work since the one before it
     restart = hardware.restart_seconds + (write if config.asynchronous else 0.0)
-    best = None if not hardware.failures else goodput.best_interval(stall, between)
+    best = None if hardware.failures is None else goodput.best_interval(stall, between)
     kept = None if best is None else goodput.goodput(best, stall, restart, between)
     return Checkpoints(size, write, stall, every, best, goodput.goodput(every, stall, restart, between), kept)
 
@@ -287,18 +290,19 @@ def _require_room(run: Run, number: int, each: PhasePlan, lengths: Lengths) -> N
 
 def _alternatives(run: Run, each: PhasePlan, lengths: Lengths) -> str:
     """Say what would fit if not even one sequence does."""
+    model, card = run.config.model, run.hardware.card
     found, share = [], -(-each.global_batch // run.setting.ranks)
     for stage in STAGES[1:]:
         for offloads in (False, True):
             setting = replace(at_stage(run.setting, stage), offloads=offloads)
-            if most := run.largest(lengths, share, setting):
+            if most := largest(model, setting, lengths, share, card):
                 more = " and engine.offload_optimizer" if offloads else ""
                 found.append(f"engine.zero_stage {stage}{more} (micro_batch up to {most:,})")
     if found:
         return f"not even one fits; these would: {', '.join(found)}"
     ranks = 2 * run.setting.ranks
     while ranks <= MOST_RANKS:
-        if run.largest(lengths, 1, replace(at_stage(run.setting, 3), ranks=ranks)):
+        if largest(model, replace(at_stage(run.setting, 3), ranks=ranks), lengths, 1, card):
             return f"not even one fits; engine.zero_stage 3 on {ranks:,} GPUs would"
         ranks *= 2
     one = replace(each, micro_batch=lengths.fullest(1), accumulation=2)
@@ -308,11 +312,11 @@ def _alternatives(run: Run, each: PhasePlan, lengths: Lengths) -> str:
 
 def _require_progress(run: Run, found: Checkpoints, step: float) -> None:
     """Raise TrainerError if failures leave less than LEAST_GOODPUT of the time for training."""
-    failures, ranks = run.hardware.failures, run.hardware.ranks
-    if failures is None or found.goodput >= LEAST_GOODPUT:
+    hardware = run.hardware
+    if hardware.failures is None or found.goodput >= LEAST_GOODPUT:
         return
-    between = goodput.mean_time_between(failures, ranks)
-    said = f"a failure every {between:,.0f} s of {ranks:,} GPUs leaves {found.goodput:.1%} for training"
+    said = f"a failure every {hardware.seconds_between_failures:,.0f} s of {hardware.ranks:,} GPUs "
+    said += f"leaves {found.goodput:.1%} for training"
     if found.best_seconds is None or found.best_goodput is None or found.best_goodput < LEAST_GOODPUT:
         raise TrainerError(f"{said} at any interval of checkpoints: lower --restart, or use fewer GPUs")
     raise TrainerError(

@@ -15,15 +15,9 @@ from __future__ import annotations
 
 import math
 
-DAY = 86_400.0
 SAVED_BYTES = 12  # per parameter: weights and two moments, in fp32
 # Not measured: to be calibrated on a node with GPUs.
 COPY_BYTES_PER_SECOND = 3e9  # from the GPU into pageable host memory
-
-
-def checkpoint_bytes(parameters: int) -> int:
-    """The size of a checkpoint's tensors on disk."""
-    return SAVED_BYTES * parameters
 
 
 def stall(share: int, write_seconds: float, asynchronous: bool) -> float:
@@ -32,15 +26,9 @@ def stall(share: int, write_seconds: float, asynchronous: bool) -> float:
     return copy if asynchronous else copy + write_seconds
 
 
-def mean_time_between(failures_per_gpu_day: float, gpus: int) -> float:
-    """Seconds between failures of the whole run; infinite if there are none."""
-    rate = failures_per_gpu_day * gpus / DAY
-    return 1 / rate if rate else math.inf
-
-
 def best_interval(stall: float, between: float) -> float:
-    """Daly's interval in seconds of training between two checkpoints; infinite without failures."""
-    if math.isinf(between) or stall >= 2 * between:
+    """Daly's interval in seconds of training between two checkpoints."""
+    if stall >= 2 * between:
         return between
     ratio = stall / (2 * between)
     return math.sqrt(2 * stall * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall

@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.draws import bits
-from data_prep.errors import DataError
 from data_prep.manifest import Manifest, load_manifest, read_histogram
 from trainer.data.cache import CacheConfig, open_cache
 from trainer.data.order import deal
 from trainer.data.remote import is_remote
-from trainer.errors import TrainerError
 from trainer.model.batch import GlobalCounts
 from trainer.plan.memory import Load
 
@@ -54,8 +52,7 @@ class Lengths:
     def batch(self, samples: int) -> GlobalCounts:
         """The mean counts of a batch of ``samples``."""
         by = samples / self.samples
-        numbers = (round(by * total) for total in (self.masked, self.tokens, self.squares))
-        targets, tokens, squares = numbers
+        targets, tokens, squares = (round(by * total) for total in (self.masked, self.tokens, self.squares))
         return GlobalCounts(targets, samples if self.pairs else 0, tokens, squares)
 
     def fullest(self, sequences: int) -> Load:
@@ -75,20 +72,15 @@ class Lengths:
 def read_lengths(place: str, cache: CacheConfig, stall: float) -> tuple[Lengths, Manifest]:
     """Read the manifest at ``place``, a folder or an address, and its histogram; shards may be absent.
 
-    ``stall``: seconds that a server may take. Raises TrainerError if they are missing or damaged.
+    ``stall``: seconds that a server may take. Raises DataError if they are missing or damaged, and TrainerError if a
+    server cannot be read.
     """
     folder = open_cache(place, cache, stall, 0).folder if is_remote(place) else Path(place)
-    try:
-        manifest = load_manifest(folder)
-    except DataError as error:
-        raise TrainerError(str(error)) from None
+    manifest = load_manifest(folder)
     return lengths_of(folder, manifest), manifest
 
 
 def lengths_of(folder: Path, manifest: Manifest) -> Lengths:
-    """The lengths of a data set whose manifest was read. Raises TrainerError if the histogram is missing or damaged."""
-    try:
-        counts = read_histogram(folder, manifest.length_counts)
-    except DataError as error:
-        raise TrainerError(str(error)) from None
+    """The lengths of a data set whose manifest was read. Raises DataError if the histogram is missing or damaged."""
+    counts = read_histogram(folder, manifest.length_counts)
     return Lengths(counts, manifest.counts.masked, manifest.settings.pairs != "single")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from data_prep.errors import DataError
 from trainer.checkpoint.train_state import state_of
 from trainer.console import say
 from trainer.engine.schedule import MOST_TOKENS, batch_problems
@@ -47,7 +48,10 @@ def settle(plan: Plan, world: World, ranks: int) -> Plan:
     room = Room(*map(min, zip(*rooms, strict=True)))
     found = together(lambda: _numbers(plan, ranks, room) if world.is_main else {}, world)
     numbers: dict[str, int] = json.loads(broadcast_text(json.dumps(found), world))
-    phases = tuple(_with(data, numbers) for data in plan.phases)
+    phases = tuple(
+        replace(data, phase=replace(data.phase, micro_batch=numbers.get(data.phase.name, data.phase.micro_batch)))
+        for data in plan.phases
+    )
     return replace(plan, config=replace(plan.config, phases=tuple(data.phase for data in phases)), phases=phases)
 
 
@@ -83,9 +87,9 @@ def _numbers(plan: Plan, ranks: int, room: Room) -> dict[str, int]:
 
 def _number(plan: Plan, data: PhaseData, ranks: int, room: Room, before: int | None) -> tuple[int, str]:
     """The number of a phase, and where it comes from. ``before``: the one in the run's checkpoint, if there is one."""
-    source = "as before, from the run's checkpoint"
-    number = before if before is not None and _still_fits(plan, data, ranks, room.whole, before) else None
-    if number is None:
+    if before is not None and _still_fits(plan, data, ranks, room.whole, before):
+        number, source = before, "as before, from the run's checkpoint"
+    else:
         number = largest_of(plan, data, ranks, room.free)
         source = f"the most that fits into {1 - SPARE:.0%} of {room.free / GIB:.1f} GiB by the planner's estimate"
         if before is not None:
@@ -129,7 +133,7 @@ def _most(plan: Plan, data: PhaseData, ranks: int, room: float) -> int:
     config, card = plan.config, Card("a rank's GPU", room / GIB, ())
     try:
         setting, lengths = setting_of(config, ranks), lengths_of(data.loader.folder, data.loader.manifest)
-    except TrainerError as error:
+    except (DataError, TrainerError) as error:
         raise TrainerError(f"micro_batch is auto, which asks the planner: {error}") from None
     return largest(config.model, setting, lengths, _share(data, ranks), card)
 
@@ -137,8 +141,3 @@ def _most(plan: Plan, data: PhaseData, ranks: int, room: float) -> int:
 def _share(data: PhaseData, ranks: int) -> int:
     """The most sequences that one micro-batch of a rank can have."""
     return min(-(-data.global_batch // ranks), (MOST_TOKENS - 1) // data.phase.sequence_length)
-
-
-def _with(data: PhaseData, numbers: dict[str, int]) -> PhaseData:
-    number = numbers.get(data.phase.name)
-    return data if number is None else replace(data, phase=replace(data.phase, micro_batch=number))

@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+from data_prep.errors import DataError
 from trainer.engine.schedule import batch_of, batch_problems, resolve
 from trainer.errors import PassingError, TrainerError
 from trainer.plan.cards import CARDS, Card, choose, read_rates
@@ -53,11 +54,11 @@ def hardware_of(options: argparse.Namespace) -> Hardware:
 
 def _card(options: argparse.Namespace) -> Card:
     """The card with measured rates, or the one that the options describe; they override what is measured."""
-    if options.card is None and (options.memory is None or options.tflops is None):
-        raise TrainerError("name a card with --card, or give both --memory and --tflops")
-    if options.card is None and options.rates is not None:
-        raise TrainerError("--rates is a table of cards: name one with --card")
     if options.card is None:
+        if options.memory is None or options.tflops is None:
+            raise TrainerError("name a card with --card, or give both --memory and --tflops")
+        if options.rates is not None:
+            raise TrainerError("--rates is a table of cards: name one with --card")
         return Card(f"GPU of {options.tflops:g} TFLOP/s", options.memory, (), options.tflops)
     more = [] if options.rates is None else read_rates(options.rates)
     names = {row.card for row in more}  # measured rates of the user replace ours
@@ -82,7 +83,7 @@ def data_of(config: Config, ranks: int) -> list[Lengths]:
             lengths, manifest = read_lengths(phase.train, config.cache, config.run.timeout_seconds / 20)
         except PassingError:  # the rest would only wait for the same server
             raise
-        except TrainerError as error:
+        except (DataError, TrainerError) as error:
             problems.append(f"{where}.train: {error}")
             continue
         problems += [f"{where}.train: {problem}" for problem in misfits(manifest, phase, config.model)]

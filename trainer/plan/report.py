@@ -14,25 +14,17 @@ from data_prep.atomic import replacing
 from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
 from trainer.plan.cards import SPARE
 from trainer.plan.estimate import STAGES, Hardware, Plan
-from trainer.plan.goodput import mean_time_between
 from trainer.plan.memory import GIB, KINDS, MIB
 from trainer.run.config import Config
 
 COLORS = (BLUE, SKY, VIOLET, GREEN, "#a6d96a", ORANGE, "#f0c75e", ROSE, FAINT, "#c9ced6")
-DAY, HOUR, MINUTE = 86_400, 3600, 60
 
 
 def lines(plan: Plan, config: Config, hardware: Hardware) -> list[str]:
     """The whole plan, each line within 100 columns."""
     notes = [line for note in plan.notes for line in wrap(f"note: {note}", 100, subsequent_indent="  ")]
-    parts = (
-        _head(plan, config, hardware),
-        _memory(plan),
-        _phases(plan),
-        _step(plan),
-        _run(plan, config, hardware),
-        notes,
-    )
+    tables = _memory(plan), _phases(plan), _step(plan)
+    parts = _head(plan, config, hardware), *tables, _run(plan, config, hardware), notes
     return [line for part in parts for line in ("", *part)][1:]
 
 
@@ -92,14 +84,16 @@ def _step(plan: Plan) -> list[str]:
 
 def _run(plan: Plan, config: Config, hardware: Hardware) -> list[str]:
     found = plan.checkpoints
-    between = mean_time_between(hardware.failures or 0.0, plan.gpus)
-    restart = f": a failure every {duration(between)}, {duration(hardware.restart_seconds)} to restart"
+    failures = ", without failures (see --failures)"
+    if hardware.failures is not None:
+        between, restart = duration(hardware.seconds_between_failures), duration(hardware.restart_seconds)
+        failures = f": a failure every {between}, {restart} to restart"
     said = [
         f"training    {duration(plan.training_seconds)} in {plan.steps:,} steps",
         f"checkpoints {_size(found.size)}, every {config.checkpoint.every_steps:,} steps or "
         f"{duration(found.every_seconds)}",
         f"a save      stalls training for {duration(found.stall_seconds)}; {duration(found.write_seconds)} to write",
-        f"goodput     {found.goodput:.2%}{restart if hardware.failures else ', without failures (see --failures)'}",
+        f"goodput     {found.goodput:.2%}{failures}",
     ]
     if found.best_seconds is not None and found.best_goodput is not None:
         steps = max(1, round(found.best_seconds / plan.training_seconds * plan.steps))
@@ -160,7 +154,7 @@ def duration(seconds: float) -> str:
     """Format a time: ``1.2 s``, ``3.4 h``."""
     if math.isinf(seconds):
         return "forever"
-    for size, unit in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:,.1f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
