@@ -137,21 +137,16 @@ def _measured(group: Group, seconds: float) -> Results:
     group.meet()
     where = "one node" if nodes == 1 else f"{nodes} nodes"
     tell(f"{world.size} ranks on {where}, over {results.backend}: measuring for about {seconds:g} s")
-    results = _with_products(results, group, tell)
-    for name in COLLECTIVES:
-        tell(f"measuring {name}")
-        results.timings.extend(time_collective(name, group, COLLECTIVES_SHARE * seconds / len(COLLECTIVES)))
-    return _with_links(results, group, seconds, tell)
-
-
-def _with_products(results: Results, group: Group, tell: Tell) -> Results:
     for number in range(PASSES):
         results = results.with_products(time_products(group))
         if not results.slow_ranks():
             break
         if number == 0:
             tell("a rank seems slow: measuring all ranks again")
-    return results
+    for name in COLLECTIVES:
+        tell(f"measuring {name}")
+        results.timings.extend(time_collective(name, group, COLLECTIVES_SHARE * seconds / len(COLLECTIVES)))
+    return _with_links(results, group, seconds, tell)
 
 
 def _with_links(results: Results, group: Group, seconds: float, tell: Tell) -> Results:

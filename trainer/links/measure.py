@@ -82,6 +82,15 @@ class Group:
             if time.monotonic() > deadline:
                 raise LostError(f"{what} did not end in {self.limit:.0f} s: a rank is stuck, or a link is broken")
 
+    def seconds(self, run: Callable[[], object], repeats: int, what: str) -> float:
+        """The time of this rank's device for an operation, ``repeats`` times in a row."""
+        first = self.mark()
+        for _ in range(repeats):
+            run()
+        last = self.mark()
+        self.wait(what)
+        return steps([first, last])[0]
+
     def meet(self) -> None:
         """Wait until every rank is here."""
         dist.all_reduce(torch.zeros(1, device=self.world.device))
@@ -155,12 +164,7 @@ def _median_seconds(run: Callable[[], object], group: Group, budget: float, what
 
     def measure(repeats: int) -> float:
         group.meet()
-        first = group.mark()
-        for _ in range(repeats):
-            run()
-        last = group.mark()
-        group.wait(what)
-        return steps([first, last])[0] / repeats
+        return group.seconds(run, repeats, what) / repeats
 
     once = float(group.gather([measure(WARM_UPS)]).max())
     repeats = min(MOST_REPEATS, max(1, int(budget / (TRIES * once))))
@@ -180,20 +184,19 @@ def link_bytes(rate: float, rounds: int, budget: float) -> int:
 def time_links(rounds: Sequence[Sequence[Route]], size: int, group: Group) -> dict[Route, tuple[float, float]]:
     """Return each link's rate in bytes per second and latency in seconds, as its receiver measures them."""
     world = group.world
-    links = [link for each in rounds for link in each]
-    found = torch.zeros(len(links), 2, dtype=torch.float64)
+    found = {link: (0.0, 0.0) for each in rounds for link in each}
     data = torch.zeros(size // 4, device=world.device)
     for each in rounds:
         group.meet()
         for link in each:
             if world.rank in link:
                 try:
-                    found[links.index(link)] = torch.tensor(_time_link(link, data, group), dtype=torch.float64)
+                    found[link] = _time_link(link, data, group)
                 except RuntimeError as error:
                     error.add_note(f"the link from rank {link.sender} to rank {link.receiver}")
                     raise
-    table = group.gather(found.flatten().tolist()).sum(0).view(-1, 2)
-    return {link: (rate, latency) for link, (rate, latency) in zip(links, table.tolist(), strict=True)}
+    table = group.gather([number for pair in found.values() for number in pair]).sum(0).view(-1, 2)
+    return {link: (rate, latency) for link, (rate, latency) in zip(found, table.tolist(), strict=True)}
 
 
 def _time_link(link: Route, data: Tensor, group: Group) -> tuple[float, float]:
@@ -238,14 +241,8 @@ def time_products(group: Group) -> list[float]:
     # random: on equal numbers a GPU draws less power, and one that is throttled would look like the others
     rng = torch.Generator(group.world.device).manual_seed(0)
     factor = torch.rand(side, side, dtype=dtype, device=group.world.device, generator=rng)
-    times = []
+    run = partial(torch.mm, factor, factor)
     group.meet()
-    for _ in range(PRODUCT_TRIES + WARM_UPS):
-        first = group.mark()
-        for _ in range(count):
-            torch.mm(factor, factor)
-        last = group.mark()
-        group.wait("a matrix product")
-        times += steps([first, last])
+    times = [group.seconds(run, count, "a matrix product") for _ in range(PRODUCT_TRIES + WARM_UPS)]
     fastest = 2 * side**3 * count / min(times[WARM_UPS:])
     return [float(row[0]) for row in group.gather([fastest])]
