@@ -21,7 +21,6 @@ from trainer.bench import checkpointing
 from trainer.bench.model import MODEL_SIZES, TOKENS, rates, report, shard_lengths
 from trainer.console import print_result
 from trainer.errors import TrainerError
-from trainer.model.bert import ModelConfig
 from trainer.model.checkpointing import Checkpointing
 from trainer.plan.cards import add_rates
 
@@ -47,7 +46,10 @@ def main() -> None:
             for length, tokens in product(given.lengths, given.tokens):
                 checkpointing.report(model, length, tokens, given.checkpointing)
         elif given.write is not None:
-            _write(given.write, model, given)
+            print_result("| length | tokens | ms | TFLOP/s |\n|---|---|---|---|")
+            for rate in rates(model, given.lengths, given.tokens):
+                add_rates(given.write, [rate])
+                print_result(f"| {rate.length} | {rate.tokens:,} | {rate.milliseconds} | {rate.tflops} |")
         else:
             print_result("| sequences | who | ms | TFLOP/s | valid tokens/s | GiB |\n|---|---|---|---|---|---|")
             full = product(given.lengths, given.tokens)
@@ -73,14 +75,6 @@ def _parse() -> argparse.Namespace:
     if given.checkpointing and given.write:
         parser.error("--checkpointing and --write are different measurements: give one of them")
     return given
-
-
-def _write(path: Path, model: ModelConfig, given: argparse.Namespace) -> None:
-    """Add each rate to the table as soon as it is measured."""
-    print_result("| length | tokens | ms | TFLOP/s |\n|---|---|---|---|")
-    for rate in rates(model, given.lengths, given.tokens):
-        add_rates(path, [rate])
-        print_result(f"| {rate.length} | {rate.tokens:,} | {rate.milliseconds} | {rate.tflops} |")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,14 @@ from functools import partial
 
 import torch
 
-from trainer.bench.model import micro_batch, milliseconds, passes
+from trainer.bench.model import counts_of, micro_batch, milliseconds, passes
 from trainer.console import print_result
-from trainer.model.batch import GlobalCounts
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.checkpointing import Checkpointing
 from trainer.model.flops import model_flops
+from trainer.plan.memory import GIB
 
 SET_ASIDE = 16  # bytes per parameter
-GIB = 2**30
 HEADER = "| length | checkpointing | sequences | ms | TFLOP/s | GiB |\n|---|---|---|---|---|---|"
 
 
@@ -68,8 +67,7 @@ def _columns(bert: Bert, length: int, sequences: int, repeats: int = 10) -> str:
         ms = milliseconds(passes(bert, batch), repeats)
     except torch.cuda.OutOfMemoryError:
         return f"{sequences:,} | does not fit | | "
-    tokens = sequences * length
-    flops = model_flops(bert.model, GlobalCounts(batch.masked.numel(), sequences, tokens, tokens * length))
+    flops = model_flops(bert.model, counts_of(batch))
     aside = SET_ASIDE * sum(p.numel() for p in bert.parameters())
     gib = (torch.cuda.max_memory_allocated() - aside) / GIB
     return f"{sequences:,} | {ms:.1f} | {flops / ms / 1e9:.0f} | {gib:.1f}"

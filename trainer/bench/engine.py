@@ -7,20 +7,22 @@ gradients, the optimizer, and gathering the weights. On CPUs a small model only 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from data_prep.options import CommandParser
 from kernels.dropout import token_keys
-from trainer.bench.model import MODEL_SIZES, by_kernel, micro_batch
-from trainer.console import print_result
+from trainer.bench.model import MODEL_SIZES, by_kernel, counts_of, micro_batch
+from trainer.console import Tell, print_result, silent
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
-from trainer.model.batch import GlobalCounts, MicroBatch
+from trainer.model.batch import MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 from trainer.ranks.world import World, from_launcher, join, leave
 
@@ -43,9 +45,10 @@ def milliseconds(run: Callable[[], object], world: World, repeats: int) -> list[
     return times
 
 
-def bare(model: ModelConfig, batch: MicroBatch, counts: GlobalCounts, world: World) -> Callable[[], object]:
+def bare(model: ModelConfig, batch: MicroBatch, world: World) -> Callable[[], object]:
     """The forward and backward pass of one micro-batch without an engine, in the engine's precision."""
     bert = Bert(model, 1).to(world.device, torch.half if world.device.type == "cuda" else torch.float32)
+    counts = counts_of(batch)
 
     def run() -> None:
         bert.zero_grad()
@@ -55,38 +58,28 @@ def bare(model: ModelConfig, batch: MicroBatch, counts: GlobalCounts, world: Wor
     return run
 
 
-def report(stage: int, accumulations: list[int], optimizer: str, world: World, repeats: int) -> None:
+def report(stage: int, given: argparse.Namespace, world: World, tell: Tell) -> None:
     """Print a row for each number of micro-batches, and the kernels that the engine adds, longest first."""
     model = MODEL_SIZES["large"] if world.device.type == "cuda" else CPU_MODEL
     batch = micro_batch(LENGTHS[world.device.type], model).to(world.device)
-    sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
-    alone = bare(model, batch, GlobalCounts(*sizes), world)
+    alone = bare(model, batch, world)
     chosen = EngineConfig(zero_stage=stage, initial_loss_scale=2.0**14)  # type: ignore[arg-type]
-    engine = Engine(chosen, Bert(model, 1), OptimizerConfig(name=optimizer), world, 1)  # type: ignore[arg-type]
-    for micro_batches in accumulations:
-        counts = GlobalCounts(*(world.size * micro_batches * size for size in sizes))
-
-        def step(micro_batches: int = micro_batches, counts: GlobalCounts = counts) -> None:
-            engine.step([batch] * micro_batches, counts, 1, 1e-5)
-
+    engine = Engine(chosen, Bert(model, 1), OptimizerConfig(name=given.optimizer), world, 1)
+    for micro_batches in given.accumulation:
+        counts = counts_of(batch, world.size * micro_batches)
+        step = partial(engine.step, [batch] * micro_batches, counts, 1, 1e-5)
         own, whole = [], []
         for _ in range(3):  # alternate, so that both run at the same clock speeds
-            own += milliseconds(alone, world, repeats)[1:]
-            whole += milliseconds(step, world, max(3, 2 * repeats // micro_batches))[1:]
+            own += milliseconds(alone, world, given.repeats)[1:]
+            whole += milliseconds(step, world, max(3, 2 * given.repeats // micro_batches))[1:]
         a, b = statistics.median(own), statistics.median(whole) / micro_batches
-        tell(world, f"| {stage} | {micro_batches} | {a:.1f} | {b:.1f} | {100 * (b / a - 1):+.1f} % |")
+        tell(f"| {stage} | {micro_batches} | {a:.1f} | {b:.1f} | {100 * (b / a - 1):+.1f} % |")
         if world.device.type == "cuda":
             before, after = by_kernel(alone), by_kernel(step)  # on every rank, because a step is a collective
             more = {name: ms - micro_batches * before.get(name, 0.0) for name, ms in after.items()}
             longest = sorted(more.items(), key=lambda item: -item[1])[:12]
             said = "; ".join(f"{name[:60]} {ms:.2f}" for name, ms in longest if ms > 0.05)
-            tell(world, f"| | | added kernels, ms per step: {said} | | |")
-
-
-def tell(world: World, line: str) -> None:
-    """Print a line on rank 0 only."""
-    if world.is_main:
-        print_result(line)
+            tell(f"| | | added kernels, ms per step: {said} | | |")
 
 
 def main() -> None:
@@ -99,11 +92,12 @@ def main() -> None:
     given = parser.parse_args()
     world = from_launcher("auto")
     join(world, 600)
+    tell = print_result if world.is_main else silent
     card = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
-    tell(world, f"{world.size} x {card}, torch {torch.__version__}, {given.optimizer}\n")
-    tell(world, "| ZeRO | micro-batches | bare, ms | engine, ms per micro-batch | overhead |\n|---|---|---|---|---|")
+    tell(f"{world.size} x {card}, torch {torch.__version__}, {given.optimizer}\n")
+    tell("| ZeRO | micro-batches | bare, ms | engine, ms per micro-batch | overhead |\n|---|---|---|---|---|")
     for stage in given.stages:
-        report(stage, given.accumulation, given.optimizer, world, given.repeats)
+        report(stage, given, world, tell)
     leave(0)
 
 

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from trainer.plan.cards import Rate
 from trainer.profile.parts import kernel_part
 
 TOKENS = 32_768
-Contender = Callable[[ModelConfig, MicroBatch], Callable[[], object]]  # builds a forward and backward pass
 MODEL_SIZES = {
     "base": ModelConfig(),
     "large": ModelConfig(layers=24, hidden=1024, heads=16, intermediate=4096),
@@ -67,9 +65,11 @@ def shard_lengths(folder: Path) -> list[int]:
     return [int(n) for n in lengths[: np.searchsorted(lengths.cumsum(), TOKENS)]]
 
 
-def ours(model: ModelConfig, batch: MicroBatch) -> Callable[[], object]:
-    """The forward and backward pass of Lambert's model."""
-    return passes(Bert(model).cuda().half(), batch)
+def counts_of(batch: MicroBatch, times: int = 1) -> GlobalCounts:
+    """The counts of a global batch of ``times`` such micro-batches."""
+    squares = int(batch.cu_seqlens.diff().square().sum())
+    sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), squares
+    return GlobalCounts(*(times * size for size in sizes))
 
 
 def passes(bert: Bert, batch: MicroBatch) -> Callable[[], object]:
@@ -157,7 +157,6 @@ def rates(model: ModelConfig, lengths: Sequence[int], tokens: Sequence[int]) -> 
     for length, size in product(lengths, tokens):
         sequences = size // length
         batch = micro_batch([length] * sequences, model).to(torch.device("cuda"))
-        counts = GlobalCounts(batch.masked.numel(), sequences, sequences * length, sequences * length**2)
         ms = milliseconds(passes(bert, batch))
         yield Rate(
             card=properties.name,
@@ -167,7 +166,7 @@ def rates(model: ModelConfig, lengths: Sequence[int], tokens: Sequence[int]) -> 
             length=length,
             tokens=sequences * length,
             milliseconds=round(ms, 2),
-            tflops=round(model_flops(model, counts) / ms / 1e9, 1),
+            tflops=round(model_flops(model, counts_of(batch)) / ms / 1e9, 1),
             date=datetime.now(UTC).date().isoformat(),
             source=f"python -m trainer.bench, torch {torch.__version__}",
         )
@@ -176,17 +175,14 @@ def rates(model: ModelConfig, lengths: Sequence[int], tokens: Sequence[int]) -> 
 def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) -> None:
     """Print a row for each contender, and where ours spends its time."""
     batch = micro_batch(lengths, model).to(torch.device("cuda"))
-    counts = GlobalCounts(batch.masked.numel(), len(lengths), sum(lengths), sum(n * n for n in lengths))
-    flops = model_flops(model, counts)
-    contenders: dict[str, Contender] = {"Lambert": ours, "Hugging Face": partial(theirs, compiled=False)}
-    if compiled:
-        contenders["Hugging Face, compiled"] = partial(theirs, compiled=True)
-    for who, make in contenders.items():
-        run = make(model, batch)
+    flops = model_flops(model, counts_of(batch))
+    for who in ("Lambert", "Hugging Face", *(["Hugging Face, compiled"] if compiled else [])):
+        ours = who == "Lambert"
+        run = passes(Bert(model).cuda().half(), batch) if ours else theirs(model, batch, who.endswith("compiled"))
         ms = milliseconds(run)
         speed = f"{flops / ms / 1e9:.0f} | {sum(lengths) / ms * 1e3:,.0f}"
         print_result(f"| {name} | {who} | {ms:.1f} | {speed} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |")
-        if who == "Lambert":
+        if ours:
             spent = ", ".join(f"{part} {ms:.1f}" for part, ms in parts(run).items())
             print_result(f"| | by part, ms | {spent} | | | |")
         del run

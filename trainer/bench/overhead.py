@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 
 from data_prep.options import CommandParser
-from trainer.bench.model import micro_batch
+from trainer.bench.model import counts_of, micro_batch
 from trainer.checkpoint.train_state import TrainState
 from trainer.console import print_result
 from trainer.data.loader import StepBatch
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.engine.stopwatch import Stopwatch
-from trainer.model.batch import GlobalCounts
 from trainer.model.bert import Bert, ModelConfig
 from trainer.monitor.metrics import Metrics, MetricsConfig, Subject
 from trainer.monitor.plateau import Baseline
@@ -53,8 +52,7 @@ class OverheadBench:
         subject = Subject("overhead", folder, model, 10**6, lambda state: (0, 0.0), 100, (Baseline(7.0, 0),))
         self.metrics = Metrics(config, subject, world, self.watches[True])
         batch = micro_batch(LENGTHS[world.device.type], model)
-        sizes = batch.masked.numel(), batch.samples.numel(), batch.tokens.numel(), 128 * batch.tokens.numel()
-        counts = GlobalCounts(*(world.size * size for size in sizes))
+        counts = counts_of(batch, world.size)
         self.batch = StepBatch(0, counts.pairs, (batch,), counts)
         self.state, self.seconds = TrainState(), 0.0  # seconds: this thread's time in the metrics
         self.metrics.describe(self.state, {})

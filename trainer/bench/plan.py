@@ -32,12 +32,11 @@ from triton.errors import TritonError
 
 from data_prep.errors import DataError
 from data_prep.options import CommandParser, check_range
-from trainer.bench.model import MODEL_SIZES, micro_batch
+from trainer.bench.model import MODEL_SIZES, counts_of, micro_batch
 from trainer.console import print_result
 from trainer.engine.engine import Engine, EngineConfig
 from trainer.engine.optimizer import OptimizerConfig
 from trainer.errors import TrainerError, one_line
-from trainer.model.batch import GlobalCounts
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.checkpointing import Checkpointing
 from trainer.plan.cards import CARDS, SPARE, Card, choose, read_rates
@@ -85,7 +84,10 @@ class Bench:
         """Print a row and return its errors; None if it failed."""
         setting = replace(self.setting, checkpointing=kind)
         name = f"{self.size} | {setting.stage} | {kind} | {length} | {sequences}"
-        planned_size, planned = predicted(self.model, setting, (length, sequences), self.card)
+        load = Load(sequences * length, round(0.15 * sequences * length), sequences)
+        planned_size = reserved(peak(self.model, setting, load, accumulates=True))
+        work = full(length), MICRO_BATCHES * sequences, MICRO_BATCHES, self.card, assumed(1, 1)
+        planned = sum(step_time(self.model, setting, "lamb", *work).values())
         plan = f"planned {planned_size / GIB:.2f} GiB and {1000 * planned:.1f} ms"
         found = self.measure(kind, length, sequences, WARM + REPEATS)
         if isinstance(found, str):
@@ -104,25 +106,20 @@ class Bench:
         """Run some steps: the peaks of allocated and reserved bytes, and each step's seconds; or why they failed."""
         try:
             self._forget()
-            return self._measure(kind, length, sequences, steps)
+            self.engine.model.checkpointing = kind
+            batch = micro_batch([length] * sequences, self.model).to(self.world.device)
+            counts, times = counts_of(batch, MICRO_BATCHES), []
+            for step in range(steps):
+                began = time.perf_counter()
+                self.engine.step([batch] * MICRO_BATCHES, counts, step, 1e-5)
+                if self.cuda:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - began)
+            self.engine.watch.read()  # so that its events do not pile up
         except torch.cuda.OutOfMemoryError:
             return "out of memory"
         except FAILURES as error:
             return said(error)
-
-    def _measure(self, kind: Checkpointing, length: int, sequences: int, steps: int) -> tuple[int, int, list[float]]:
-        self.engine.model.checkpointing = kind
-        batch = micro_batch([length] * sequences, self.model).to(self.world.device)
-        one = batch.masked.numel(), sequences, sequences * length, sequences * length**2
-        counts = GlobalCounts(*(MICRO_BATCHES * each for each in one))
-        times = []
-        for step in range(steps):
-            began = time.perf_counter()
-            self.engine.step([batch] * MICRO_BATCHES, counts, step, 1e-5)
-            if self.cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        self.engine.watch.read()  # so that its events do not pile up
         if not self.cuda:
             return 0, 0, times
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), times
@@ -177,15 +174,6 @@ def full(length: int) -> Lengths:
     counts = np.zeros(length + 1, np.int64)
     counts[length] = 100
     return Lengths(counts, 15 * length, True)
-
-
-def predicted(model: ModelConfig, setting: Setting, shape: tuple[int, int], card: Card) -> tuple[int, float]:
-    """The planner's reserved memory in bytes, and step time in seconds. ``shape``: length, and sequences."""
-    length, sequences = shape
-    load = Load(sequences * length, round(0.15 * sequences * length), sequences)
-    work = full(length), MICRO_BATCHES * sequences, MICRO_BATCHES, card, assumed(1, 1)
-    found = peak(model, setting, load, accumulates=True)
-    return reserved(found), sum(step_time(model, setting, "lamb", *work).values())
 
 
 def shapes(
