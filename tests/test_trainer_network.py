@@ -132,12 +132,8 @@ def test_hardware_is_known_by_its_names(tmp_path: Path) -> None:
     assert wire_of_gpu("NVIDIA H100 PCIe") is None and wire_of_gpu("NVIDIA L40S") is None
     ports = ["mlx5_0:1 100 Gb/sec (4X EDR)", "mlx5_1:1 400 Gb/sec (4X NDR)"]
     assert wire_of_ports(ports) == Wire(ports[1], 50e9) and wire_of_ports([]) is None
-    for name, speed, state in (
-        ("eth0", 25000, "up"),
-        ("eth1", 100000, "down"),
-        ("veth", 50000, "up"),
-        ("lo", -1, "up"),
-    ):
+    interfaces = ("eth0", 25000, "up"), ("eth1", 100000, "down"), ("veth", 50000, "up"), ("lo", -1, "up")
+    for name, speed, state in interfaces:
         (tmp_path / name).mkdir()
         (tmp_path / name / "speed").write_text(f"{speed}\n")
         (tmp_path / name / "operstate").write_text(f"{state}\n")
@@ -148,12 +144,8 @@ def test_hardware_is_known_by_its_names(tmp_path: Path) -> None:
 
 
 def test_a_rate_looks_like_the_slowest_hardware_that_can_give_it() -> None:
-    assert [looks_like(rate, ETHERNET).name for rate in (0.11e9, 1.1e9, 2e9, 99e9)] == [
-        "1 GbE",
-        "10 GbE",
-        "25 GbE",
-        "100 GbE",
-    ]
+    found = [looks_like(rate, ETHERNET).name for rate in (0.11e9, 1.1e9, 2e9, 99e9)]
+    assert found == ["1 GbE", "10 GbE", "25 GbE", "100 GbE"]
 
 
 # ---- what is printed -----------------------------------------------------------------------------------------
@@ -176,12 +168,8 @@ def test_a_good_network_is_compared_with_its_hardware() -> None:
     assert "4 links inside a node, 256 MiB at a time: median 380 GB/s" in said and "84% of NVLink 4, 450 GB/s" in said
     assert "latency 20 µs; 90% of mlx5_0:1, 50 GB/s" in said
     assert not report.problems(found) and not report.warnings(found)
-    assert json.loads(json.dumps(report.tree(found)))["slow"] == {
-        "computing": [],
-        "sending": [],
-        "receiving": [],
-        "links": [],
-    }
+    slow = json.loads(json.dumps(report.tree(found)))["slow"]
+    assert slow == {"computing": [], "sending": [], "receiving": [], "links": []}
 
 
 def test_a_slow_rank_is_named_with_what_to_check() -> None:
@@ -246,20 +234,15 @@ def test_a_slow_node_is_named_although_all_wait_for_it(tmp_path: Path) -> None:
     slow = tree["slow"]
     assert (slow["sending"], slow["receiving"], slow["links"]) == ([1], [], []), said
     measured = [each["bytes_per_second"] for each in tree["links"] if each["sender"] == 1]
-    assert len(measured) == 2 and all(5e6 < rate < 60e6 for rate in measured), (
-        measured
-    )  # 50 MB/s, and a little in one burst
+    # 50 MB/s, and a little in one burst
+    assert len(measured) == 2 and all(5e6 < rate < 60e6 for rate in measured), measured
 
 
 def test_a_slow_link_and_a_rank_that_computes_slowly_are_named(tmp_path: Path) -> None:
     ended = checked(3, {"sends": [0, 1], "computes": 2}, "--json", str(tmp_path / "network.json"))
     assert [code for code, _ in ended] == [2, 2, 2], ended
-    assert json.loads((tmp_path / "network.json").read_text())["slow"] == {
-        "computing": [2],
-        "sending": [],
-        "receiving": [],
-        "links": [[0, 1]],
-    }
+    slow = json.loads((tmp_path / "network.json").read_text())["slow"]
+    assert slow == {"computing": [2], "sending": [], "receiving": [], "links": [[0, 1]]}
     said = ended[0][1]
     assert "rank 0: error: 2 slow rank(s) or link(s)\n  - rank 2 (" in said and "  - the link from rank 0 (" in said
     assert "no rank or link is slow" not in said and ended[1][1] == ended[2][1] == ""
