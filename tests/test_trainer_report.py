@@ -273,6 +273,7 @@ def test_numbers_are_short() -> None:
     durations = [duration(seconds) for seconds in (0.25, 59.9, 60, 3599, 3600, 86399, 90000)]
     assert durations == ["0.2 s", "59.9 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h"]
     assert [short(value) for value in (7, 999, 1234, 5.64e10)] == ["7", "999", "1.23 k", "56.4 G"]
+    assert [short(value) for value in (0.5, 99.96, 999.7, 2e15)] == ["0.5", "100", "1,000", "2 P"]
 
 
 # ---- in pictures ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def brief(seconds: float) -> str:
 
 def short(value: float) -> str:
     """A number with three digits and a unit, such as 1.23 M."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g}"
+            return f"{value / size:,.3g} {unit}"
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
