@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from data_prep.atomic import replacing
 from trainer.monitor.panels import BLUE, FAINT, GREEN, INK, ORANGE, RED, ROSE, SKY, STYLE, VIOLET
+from trainer.monitor.quantities import short
 from trainer.plan.cards import SPARE
 from trainer.plan.estimate import STAGES, Hardware, Plan
 from trainer.plan.memory import GIB, KINDS, MIB
@@ -69,7 +70,7 @@ def _phases(plan: Plan) -> list[str]:
     for each in plan.phases:
         counts = each.global_batch, each.micro_batch.sequences, each.largest_micro_batch[plan.zero_stage]
         cells = [f"{count:,}" for count in (*counts, each.accumulation, each.steps)]
-        cells += [_short(each.samples), _short(each.tokens), _short(each.epochs), duration(each.seconds)]
+        cells += [short(each.samples), short(each.tokens), short(each.epochs), duration(each.seconds)]
         rows.append((each.name, cells))
     return _table(rows, [8, 7, 8, 7, 11, 9, 9, 8, 9])
 
@@ -78,7 +79,7 @@ def _step(plan: Plan) -> list[str]:
     rows = [("a step, ms", [*plan.phases[0].step_seconds, "tokens/s"])]
     for each in plan.phases:
         parts = [f"{1000 * seconds:,.1f}" for seconds in each.step_seconds.values()]
-        rows.append((each.name, [*parts, _short(each.tokens_per_second)]))
+        rows.append((each.name, [*parts, short(each.tokens_per_second)]))
     return _table(rows, [11] * 7)
 
 
@@ -141,13 +142,6 @@ def _gib(size: float) -> str:
 
 def _size(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.2f} MiB"
-
-
-def _short(value: float) -> str:
-    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if value >= 10**power:
-            return f"{value / 10**power:,.3g} {unit}"
-    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
