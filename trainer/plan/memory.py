@@ -22,18 +22,7 @@ from trainer.model.checkpointing import Checkpointing
 
 GIB, MIB = 2**30, 2**20
 INDEX, NUMBER = 8, 4  # bytes of an int64, and of an int32 or fp32
-KINDS = (
-    "weights",
-    "masters",
-    "moments",
-    "gradients",
-    "accumulation",
-    "activations",
-    "logits",
-    "workspace",
-    "NCCL",
-    "context",
-)
+KINDS = "weights masters moments gradients accumulation activations logits workspace NCCL context".split()
 OUTSIDE = ("NCCL", "context")  # not in PyTorch's own count, torch.cuda.max_memory_reserved
 ALIGNED = 2  # elements; DeepSpeed pads the row of weights to a multiple of this times the ranks
 
@@ -196,7 +185,9 @@ def peak(model: ModelConfig, setting: Setting, load: Load, accumulates: bool) ->
     found = resident(model, setting, accumulates)
     held = kept(model, load, setting.element, setting.checkpointing)
     passing = pass_bytes(model, setting, load)
-    found["weights"] += _gathered(model, setting)
+    if setting.stage == 3:  # the weights that it has gathered at once: all, up to ``stage3_max_live_parameters``
+        counted = sizes(model)
+        found["weights"] += setting.element * max(min(counted.parameters - counted.small, 10**9), 2 * counted.layer)
     found["activations"], found["logits"] = held.encoder + held.heads, held.logits
     found["workspace"] = passing - sum(held) + held.logits + WORKSPACE_BYTES
     return found
@@ -224,12 +215,3 @@ def _in_the_last_layer(model: ModelConfig, setting: Setting, load: Load, held: K
     layer = layer_bytes(model, setting.element), layer_bytes(model, setting.element, setting.checkpointing)
     again = load.tokens * (layer[0] - layer[1])  # what checkpointing computes again
     return held.encoder + again + setting.element * (weights + arriving)
-
-
-def _gathered(model: ModelConfig, setting: Setting) -> int:
-    """Bytes of weights that ZeRO 3 has gathered at once: all of them, up to ``stage3_max_live_parameters``."""
-    if setting.stage != 3:
-        return 0
-    counted = sizes(model)
-    live = min(counted.parameters - counted.small, 10**9)
-    return setting.element * max(live, 2 * counted.layer)
