@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.helpers import nodes, ranks
 from trainer.links import measure, report
-from trainer.links.measure import COLLECTIVES, Group, Timing, bus_factor, link_bytes
+from trainer.links.measure import COLLECTIVES, Group, Timing, link_bytes
 from trainer.links.report import Place, Results
 from trainer.links.routes import Route, crosses, rounds, routes
 from trainer.links.slow import blame
@@ -53,8 +53,8 @@ def test_every_rank_sends_inside_its_node_and_to_another() -> None:
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    assert [bus_factor(name, 2) for name in COLLECTIVES] == [1, 0.5, 0.5]
-    assert [bus_factor(name, 8) for name in COLLECTIVES] == [1.75, 0.875, 0.875]
+    assert [Timing(name, 1, 1.0).bus_rate(2) for name in COLLECTIVES] == [1, 0.5, 0.5]
+    assert [Timing(name, 1, 1.0).bus_rate(8) for name in COLLECTIVES] == [1.75, 0.875, 0.875]
     assert Timing("all-reduce", 1 << 20, 0.001).bus_rate(8) == pytest.approx(1.75 * 2**20 * 1000)
 
 

@@ -27,17 +27,8 @@ from data_prep.options import CommandParser, check_place
 from trainer.console import Tell, say, silent, warn
 from trainer.errors import TrainerError, exit_code
 from trainer.exits import DONE
-from trainer.links import report
-from trainer.links.measure import (
-    COLLECTIVES,
-    MOST_PASSES,
-    PASSES,
-    Group,
-    link_bytes,
-    time_collective,
-    time_links,
-    time_products,
-)
+from trainer.links import measure, report
+from trainer.links.measure import COLLECTIVES, MOST_PASSES, PASSES, Group
 from trainer.links.report import Place, Results
 from trainer.links.routes import rounds, routes
 from trainer.links.wires import Wire, wire_of_gpu, wire_of_interfaces, wire_of_ports
@@ -138,14 +129,14 @@ def _measured(group: Group, seconds: float) -> Results:
     where = "one node" if nodes == 1 else f"{nodes} nodes"
     tell(f"{world.size} ranks on {where}, over {results.backend}: measuring for about {seconds:g} s")
     for number in range(PASSES):
-        results = results.with_products(time_products(group))
+        results = results.with_products(measure.time_products(group))
         if not results.slow_ranks():
             break
         if number == 0:
             tell("a rank seems slow: measuring all ranks again")
     for name in COLLECTIVES:
         tell(f"measuring {name}")
-        results.timings.extend(time_collective(name, group, COLLECTIVES_SHARE * seconds / len(COLLECTIVES)))
+        results.timings.extend(measure.time_collective(name, group, COLLECTIVES_SHARE * seconds / len(COLLECTIVES)))
     return _with_links(results, group, seconds, tell)
 
 
@@ -153,11 +144,11 @@ def _with_links(results: Results, group: Group, seconds: float, tell: Tell) -> R
     """Measure the links; no further pass begins after 10 s or, if that is longer, twice ``seconds``."""
     order = rounds(routes(results.hosts), results.hosts)
     fastest = max(timing.bus_rate(group.world.size) for timing in results.timings)
-    size = link_bytes(fastest, len(order), LINKS_SHARE * seconds)
+    size = measure.link_bytes(fastest, len(order), LINKS_SHARE * seconds)
     began, results = time.perf_counter(), replace(results, message=size)
     tell(f"measuring {sum(map(len, order))} links in {len(order)} rounds")
     for number in range(1, MOST_PASSES + 1):
-        results = results.with_links(time_links(order, size, group))
+        results = results.with_links(measure.time_links(order, size, group))
         spent = float(group.gather([time.perf_counter() - began]).max())  # all ranks must decide alike
         if spent > max(10.0, 2 * seconds) or (number >= PASSES and not results.suspects()):
             break

@@ -48,16 +48,13 @@ class Timing:
     seconds: float  # median on the slowest rank
 
     def bus_rate(self, ranks: int) -> float:
-        """The rate in bytes per second to compare with a link's: that of the data each rank sends."""
-        return self.bytes / self.seconds * bus_factor(self.collective, ranks)
+        """The bus bandwidth in bytes per second, which compares with a link's rate: of the data that each rank sends.
 
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as PERFORMANCE.md of NVIDIA's nccl-tests defines it.
-
-    2 (n - 1) / n for an all-reduce, (n - 1) / n for the others.
-    """
-    return (2 if collective == "all-reduce" else 1) * (ranks - 1) / ranks
+        It is the algorithm bandwidth times 2 (n - 1) / n for an all-reduce and (n - 1) / n for the others, as
+        PERFORMANCE.md of NVIDIA's nccl-tests defines it.
+        """
+        sent = (2 if self.collective == "all-reduce" else 1) * (ranks - 1) / ranks
+        return self.bytes / self.seconds * sent
 
 
 class Group:
