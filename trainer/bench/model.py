@@ -28,6 +28,7 @@ from trainer.model.batch import GlobalCounts, MicroBatch
 from trainer.model.bert import Bert, ModelConfig
 from trainer.model.flops import model_flops
 from trainer.plan.cards import Rate
+from trainer.plan.memory import GIB
 from trainer.profile.parts import kernel_part
 
 TOKENS = 32_768
@@ -160,7 +161,7 @@ def rates(model: ModelConfig, lengths: Sequence[int], tokens: Sequence[int]) -> 
         ms = milliseconds(passes(bert, batch))
         yield Rate(
             card=properties.name,
-            memory_gib=round(properties.total_memory / 2**30, 1),
+            memory_gib=round(properties.total_memory / GIB, 1),
             layers=model.layers,
             hidden=model.hidden,
             length=length,
@@ -181,7 +182,7 @@ def report(name: str, model: ModelConfig, lengths: list[int], compiled: bool) ->
         run = passes(Bert(model).cuda().half(), batch) if ours else theirs(model, batch, who.endswith("compiled"))
         ms = milliseconds(run)
         speed = f"{flops / ms / 1e9:.0f} | {sum(lengths) / ms * 1e3:,.0f}"
-        print_result(f"| {name} | {who} | {ms:.1f} | {speed} | {torch.cuda.max_memory_allocated() / 2**30:.1f} |")
+        print_result(f"| {name} | {who} | {ms:.1f} | {speed} | {torch.cuda.max_memory_allocated() / GIB:.1f} |")
         if ours:
             spent = ", ".join(f"{part} {ms:.1f}" for part, ms in parts(run).items())
             print_result(f"| | by part, ms | {spent} | | | |")

@@ -186,9 +186,10 @@ def shapes(
                 yield kind, length, size // length
 
 
-def summary(errors: Sequence[Error], failed: int) -> str:
-    """The worst errors, and how many rows are within the bars."""
-    found = [f"\n{len(errors)} rows measured, {failed} failed"]
+def summary(rows: Sequence[Error | None]) -> str:
+    """The worst errors, and how many rows are within the bars; None stands for a row that failed."""
+    errors = [error for error in rows if error is not None]
+    found = [f"\n{len(errors)} rows measured, {rows.count(None)} failed"]
     for part, bar in (("memory", MEMORY_BAR), ("time", TIME_BAR)):
         worst_first = sorted(errors, key=lambda error: -abs(getattr(error, part)))
         within = sum(abs(getattr(error, part)) <= bar for error in errors)
@@ -235,7 +236,7 @@ def main() -> None:
         except FAILURES as error:
             print_result(f"{size}, ZeRO {stage} ended: {said(error)}")
             errors.append(None)
-    print_result(summary([error for error in errors if error], errors.count(None)))
+    print_result(summary(errors))
     leave(0)
 
 
