@@ -7,7 +7,6 @@ gradients, the optimizer, and gathering the weights. On CPUs a small model only 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from trainer.model.bert import Bert, ModelConfig
 from trainer.ranks.world import World, from_launcher, join, leave
 
 CPU_MODEL = ModelConfig(layers=2, hidden=64, heads=2, intermediate=128, vocab_size=1000)
+REPEATS = 8  # of the bare pass, in each of three turns
 LENGTHS = {"cpu": [16] * 4, "cuda": [128] * 256}
 
 
@@ -58,20 +58,20 @@ def bare(model: ModelConfig, batch: MicroBatch, world: World) -> Callable[[], ob
     return run
 
 
-def report(stage: int, given: argparse.Namespace, world: World, tell: Tell) -> None:
+def report(stage: int, accumulations: list[int], optimizer: str, world: World, tell: Tell) -> None:
     """Print a row for each number of micro-batches, and the kernels that the engine adds, longest first."""
     model = MODEL_SIZES["large"] if world.device.type == "cuda" else CPU_MODEL
     batch = micro_batch(LENGTHS[world.device.type], model).to(world.device)
     alone = bare(model, batch, world)
     chosen = EngineConfig(zero_stage=stage, initial_loss_scale=2.0**14)  # type: ignore[arg-type]
-    engine = Engine(chosen, Bert(model, 1), OptimizerConfig(name=given.optimizer), world, 1)
-    for micro_batches in given.accumulation:
+    engine = Engine(chosen, Bert(model, 1), OptimizerConfig(name=optimizer), world, 1)  # type: ignore[arg-type]
+    for micro_batches in accumulations:
         counts = counts_of(batch, world.size * micro_batches)
         step = partial(engine.step, [batch] * micro_batches, counts, 1, 1e-5)
         own, whole = [], []
         for _ in range(3):  # alternate, so that both run at the same clock speeds
-            own += milliseconds(alone, world, given.repeats)[1:]
-            whole += milliseconds(step, world, max(3, 2 * given.repeats // micro_batches))[1:]
+            own += milliseconds(alone, world, REPEATS)[1:]
+            whole += milliseconds(step, world, max(3, 2 * REPEATS // micro_batches))[1:]
         a, b = statistics.median(own), statistics.median(whole) / micro_batches
         tell(f"| {stage} | {micro_batches} | {a:.1f} | {b:.1f} | {100 * (b / a - 1):+.1f} % |")
         if world.device.type == "cuda":
@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=[1, 2, 3])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[8, 1], help="micro-batches per step")
     parser.add_argument("--optimizer", choices=("lamb", "adam"), default="lamb")
-    parser.add_argument("--repeats", type=int, default=8)
     given = parser.parse_args()
     world = from_launcher("auto")
     join(world, 600)
@@ -97,7 +96,7 @@ def main() -> None:
     tell(f"{world.size} x {card}, torch {torch.__version__}, {given.optimizer}\n")
     tell("| ZeRO | micro-batches | bare, ms | engine, ms per micro-batch | overhead |\n|---|---|---|---|---|")
     for stage in given.stages:
-        report(stage, given, world, tell)
+        report(stage, given.accumulation, given.optimizer, world, tell)
     leave(0)
 
 
