@@ -34,12 +34,13 @@ def test_a_history_that_grows_is_that_of_the_whole_file(tmp_path: Path) -> None:
 def test_a_reader_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(journal([step(number) for number in range(1, 20_000)]))
     follower, reads = Follower(tmp_path), 0
-    assert not follower.read(SOON) and follower.place == 0
+    assert not follower.read(SOON) and 0 < follower.place < follower.size // 1000
     while not follower.read(time.monotonic() + 0.01):
         assert follower.place < follower.size
         reads += 1
     assert reads > 2 and follower.place == follower.size
     assert len(follower.history().steps["step"]) == 19_999
+    assert follower.read(SOON), "the whole file has been read, although the time is over"
 
 
 def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
@@ -63,6 +64,28 @@ def test_an_invalid_record_is_an_error_each_time(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(TrainerError, match="contains an invalid record"):
             follower.read(math.inf)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        step(4, tokens="many"),
+        step(4, time=1e308),
+        step(4, time=math.nan),
+        {"event": "time", "step": 3, "spent": {"productive": math.inf}},
+        {"event": "heldout", "step": 3, "mlm_loss": 4.0, "nsp_loss": []},
+    ],
+)
+def test_a_damaged_record_is_an_error_each_time(tmp_path: Path, record: dict[str, Any]) -> None:
+    """It leaves no half of a row, and no time that cannot be written as a duration."""
+    (tmp_path / "metrics.jsonl").write_text(journal([*map(step, (1, 2, 3)), record, step(4)]))
+    follower = Follower(tmp_path)
+    for _ in range(3):
+        with pytest.raises(TrainerError, match="contains an invalid record"):
+            follower.read(math.inf)
+    with pytest.raises(TrainerError, match="contains an invalid record"):
+        read_history(tmp_path)
+    assert follower.history().steps["step"].tolist() == [1, 2, 3]
 
 
 def test_the_clock_counts_all_attempts_and_ranks(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ DAMAGED: tuple[tuple[str, list[dict[str, Any]], object, str], ...] = (  # name, 
         "running",
     ),
     ("zero", begun(Path(), 3, ranks="0"), {"phases": PHASES[1:]}, "running"),
-    ("ends", [*begun(Path(), 3), {"event": "time", "time": math.inf, "spent": {"data": math.inf}}], GOOD, "silent"),
+    ("ends", [*begun(Path(), 3), {"event": "time", "time": math.inf, "spent": {"data": math.inf}}], GOOD, "unreadable"),
     ("back", [*begun(Path(), 3), step(4, phase=-1)], GOOD, "running"),
 )
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,15 @@ _STEP = (
 _RANKS = ("step", *STEP_PARTS, "compute_min", "compute_mean", "compute_max", "slowest", "memory_peak_bytes")
 _CHECKPOINT = ("step", "time", "seconds", "stall_seconds", "bytes")
 _PLATEAU = ("step", "on", "mlm_loss", "unigram_loss", "token_variance")
+MOST_SECONDS = 1e12  # a time that a journal may contain; today's Unix time is below 2e9
 _CLOCK = ("step", "seconds", "rank_seconds")
+
+
+def _clocked(value: Any) -> float:
+    """A time from a record, in seconds. Raises ValueError if it is not finite, or too large for any clock."""
+    if not abs(seconds := float(value)) <= MOST_SECONDS:
+        raise ValueError(f"{shown(value)} seconds")
+    return seconds
 
 
 class StepTable:
@@ -54,7 +63,8 @@ class StepTable:
         """Append the record's row, replacing any rows of the same and later steps."""
         self.cut(record["step"] - 1)
         values = (record.get(key) for key in self.keys)
-        self._numbers.extend(float("nan") if value is None else float(value) for value in values)
+        # a list first: if a value is not a number, no part of the row is added
+        self._numbers.extend([float("nan") if value is None else float(value) for value in values])
 
     def cut(self, step: int) -> None:
         """Forget the rows after ``step``."""
@@ -162,18 +172,20 @@ class Follower:
                 self._reader, self.place, self._file = _Reader(), 0, status.st_ino
             self.size = status.st_size
             file.seek(self.place)
-            while time.monotonic() < until:
+            while True:  # at least one line, or on a slow disk the last of many files would never be read
                 line = file.readline(LONGEST_LINE)
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE:  # the end, or a line that is being written
                     return True
                 if (record := parsed(line.decode(errors="replace"))) is not None:
                     self._reader.read(record)
                 self.place += len(line)
-            return False
+                if time.monotonic() >= until:
+                    return False
 
     def history(self) -> History:
-        """The history of what was read so far; it may contain no step."""
-        return self._reader.history()
+        """The history of what was read so far; it may contain no step. Raises TrainerError as `read` does."""
+        with _explained(self.folder):
+            return self._reader.history()
 
 
 class _Reader:
@@ -202,9 +214,9 @@ class _Reader:
         if not 0 <= record.get("step", 0) <= MOST_STEPS:
             raise ValueError(f"step {shown(record['step'])}")
         if "time" in record:
-            self._times = [*self._times[:1], float(record["time"])]
+            self._times = [*self._times[:1], _clocked(record["time"])]
         if "spent" in record:
-            self._attempts[-1:] = [{k: float(v) for k, v in record["spent"].items()}]
+            self._attempts[-1:] = [{on: _clocked(spent) for on, spent in record["spent"].items()}]
             self._tick(record.get("step"))
         match record.get("event"):
             case "step":
