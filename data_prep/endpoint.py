@@ -22,7 +22,12 @@ ANSWER_SECONDS = 10.0  # from accept to the end of the answer; also Prometheus's
 PAUSE = 0.05  # seconds after each accepted connection: at most 20 a second
 CLOCK_CHECK_SECONDS = 0.2  # seconds between two checks of the clock
 # errors that a request may cause in the application; the client gets a 500, and serving continues
-PROVOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+PROVOKED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+# the text of an error may contain anything: no browser may take it for a page
+PLAIN = [("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")]
 Application = Callable[[dict[str, str], Callable[[str, list[tuple[str, str]]], Any]], Iterable[bytes]]  # WSGI's
 
 
@@ -114,6 +119,8 @@ class Endpoint:
             else:
                 connection.answer = connection.answer[connection.socket.send(connection.answer) :]
             done = connection.answer is not None and not connection.answer
+        except BlockingIOError:  # this event was an earlier connection's with the same descriptor
+            return
         except (OSError, MemoryError):
             done = True
         if done:
@@ -158,7 +165,7 @@ def respond(head: str, application: Application) -> bytes:
         body = b"".join(application(environ, lambda *response: started.extend(response)))
         status, fields = started
     except PROVOKED as error:
-        status, fields, body = "500 Internal Server Error", [], f"{error!r}\n".encode()
+        status, fields, body = "500 Internal Server Error", PLAIN, f"{error!r}\n".encode("utf-8", "backslashreplace")
     return _response(status, fields, body)
 
 

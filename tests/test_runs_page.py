@@ -264,6 +264,33 @@ def test_another_sites_name_that_leads_here_is_refused(served: Endpoint, host: s
         assert ask(served, path, Host=host)[0] == status
 
 
+@pytest.mark.parametrize("error", [ValueError, AssertionError])
+def test_an_error_is_no_page_and_ends_nothing(runs: Path, served: Endpoint, error: type[Exception]) -> None:
+    """Its text may come from a journal."""
+
+    def fail(environ: dict[str, str], start: Any) -> list[bytes]:
+        raise error(HOSTILE)
+
+    answers, served.application = served.application, fail
+    status, body, answer = ask(served, "/list")
+    assert status == 500 and HOSTILE in body
+    assert answer.headers["Content-Type"].startswith("text/plain")
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    served.application = answers
+    assert data(served, "/list")["runs"]
+
+
+def test_an_event_of_an_earlier_connection_closes_no_later_one(served: Endpoint) -> None:
+    """Both have the same descriptor, and the later one has sent nothing yet."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        later = endpoint._Connection(theirs, time.monotonic() + 5)
+        served._connections[theirs.fileno()] = later
+        served._advance(later)
+        assert served._connections.pop(theirs.fileno()) is later
+
+
 def stop(running: Endpoint, top: Path, name: str, **changes: str | None) -> tuple[int, str]:
     """Ask as the page does, but for some headers."""
     own = f"127.0.0.1:{running.port}"
