@@ -31,7 +31,7 @@ from trainer.run.folder import leave_end
 from trainer.run.lock import LOCK_FILE, hold
 from trainer.run.stop_request import STOP_FILE
 from trainer.runs.__main__ import main
-from trainer.runs.status import RunStatus, find_runs, in_order, read_status
+from trainer.runs.status import RunStatus, find_runs, in_order, read_config, read_status
 from trainer.runs.table import LONGEST_NAME, clipped, table, text_width
 
 # ---- the journal, skimmed ------------------------------------------------------------------------------------
@@ -182,6 +182,27 @@ def test_the_speed_is_that_of_the_newest_steps_of_a_phase(tmp_path: Path) -> Non
 def test_a_run_without_a_step_is_listed(tmp_path: Path) -> None:
     status = read_status(write(tmp_path, begun(tmp_path, 0)), NOW)
     assert (status.state, status.step, status.seconds_left, status.target_steps) == ("running", 0, None, 200)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", LOCK_FILE])
+def test_a_pipe_in_a_runs_folder_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    run = write(tmp_path / "a", begun(tmp_path, at=NOW))
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    both = os.open(run / name, os.O_RDWR) if name == "config.yaml" else None  # somebody could write, but does not
+    try:
+        assert read_status(run, NOW).step == 20
+    finally:
+        if both is not None:
+            os.close(both)
+
+
+def test_a_configuration_is_not_read_through_a_link(tmp_path: Path) -> None:
+    """It may lead to a file that is not its reader's business, and a page shows the configuration."""
+    run = write(tmp_path / "a", begun(tmp_path))
+    (run / "config.yaml").rename(tmp_path / "secret.yaml")
+    (run / "config.yaml").symlink_to(tmp_path / "secret.yaml")
+    assert read_config(run) == {} and read_config(write(tmp_path / "b", begun(tmp_path))) != {}
 
 
 # ---- the list ------------------------------------------------------------------------------------------------

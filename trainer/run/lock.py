@@ -62,6 +62,8 @@ def held(folder: Path) -> bool | None:
 
     The test itself holds a shared lock for an instant, for which a run that starts would wait LOCK_POLL_SECONDS.
     """
+    if not os.path.isfile(folder / LOCK_FILE):  # a pipe would wait
+        return None
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8", errors="replace") as file:
             holder = file.read(1000).strip()

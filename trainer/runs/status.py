@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.json_text import read_text
 from trainer.engine.schedule import Phase, batch_of, known_phases, samples_in
 from trainer.errors import TrainerError
 from trainer.monitor.history import History, StepColumns, skim_history
@@ -126,10 +125,17 @@ def read_status(
 def read_config(folder: Path) -> dict[str, Any]:
     """The configuration that the run has left in its folder; empty if there is none, or it is damaged."""
     try:
-        tree = _parsed(read_text(folder / CONFIG, LARGEST_YAML_BYTES))
+        with open(folder / CONFIG, "rb", opener=_no_link) as file:
+            data = file.read(LARGEST_YAML_BYTES + 1) or b""  # None: a pipe
+        tree = _parsed(data.decode("utf-8-sig")) if len(data) <= LARGEST_YAML_BYTES else None
     except (OSError, ValueError):
         return {}
     return tree if isinstance(tree, dict) else {}
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file in a run's folder for whoever asks for the run: a link may lead to any file, and a pipe waits."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @lru_cache(maxsize=1024)  # a list that is shown again and again would spend most of its time here
