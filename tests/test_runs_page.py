@@ -25,11 +25,13 @@ from trainer.monitor import panels
 from trainer.monitor.history import read_history
 from trainer.monitor.summary import TIME_COLORS, summary
 from trainer.report import main as report
+from trainer.run.lock import hold
 from trainer.run.stop_request import STOP_FILE
 from trainer.runs import journals, server
 from trainer.runs.__main__ import main
 from trainer.runs.document import FOLDER, document
 from trainer.runs.server import Runs, identifier, read_token
+from trainer.runs.status import RunStatus, read_status
 
 pytestmark = pytest.mark.slow  # imports PyTorch
 
@@ -184,15 +186,42 @@ def test_old_histories_are_forgotten(runs: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_journal_that_grows_is_not_skimmed_all_the_time(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "PAUSES", 1e6)
     kept, folders = journals.Journals(), [runs / "live", runs / "damaged"]
-    assert kept.renew(folders) == 1 and kept.skimmed(runs / "live").steps["step"][-1] == 20
+
+    def found() -> list[tuple[str, int | None]]:
+        share, statuses = kept.renew(folders, None)
+        assert share == 1
+        return [(run.state, run.step) for run in statuses]
+
+    assert found() == [("running", 20), ("unreadable", None)]
     with (runs / "live/metrics.jsonl").open("a") as file:
         file.write(journal([step(21, time.time())]))
-    assert kept.renew(folders) == 1 and kept.skimmed(runs / "live").steps["step"][-1] == 20
-    with pytest.raises(TrainerError, match="invalid record"):
-        kept.skimmed(runs / "damaged")
+    (runs / "damaged/metrics.jsonl").write_text(journal([step(2, tokens="many")]))
+    assert found()[0] == ("running", 20)
     monkeypatch.setattr(journals, "PAUSES", 0)
     kept = journals.Journals()
-    assert kept.renew(folders) == 1 and kept.skimmed(runs / "live").steps["step"][-1] == 21
+    assert found()[0] == ("running", 21)
+
+
+def test_a_run_that_has_ended_is_read_again_only_if_it_changes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of thousands of runs would otherwise be too slow to be sent."""
+    read = list[str]()
+
+    def noted(folder: Path, *rest: Any) -> RunStatus:
+        read.append(folder.name)
+        return read_status(folder, *rest)
+
+    monkeypatch.setattr(journals, "read_status", noted)
+    kept, folders = journals.Journals(), [runs / "live", runs / "done"]
+    for _ in range(3):
+        kept.renew(folders, None)
+    assert read == ["live", "done", "live", "live"]
+    lock = hold(runs / "done", 0.0, print)
+    assert lock is not None
+    with lock:
+        assert [run.state for run in kept.renew(folders, None)[1]] == ["running", "silent"]
+    with (runs / "done/metrics.jsonl").open("a") as file:
+        file.write(journal([{"event": "attempt", "time": NOW, "restarts": 1}, step(21, NOW, restarts=1)]))
+    assert [run.step for run in kept.renew(folders, None)[1]] == [20, 21]
 
 
 def test_a_long_list_is_read_in_parts(runs: Path, served: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from trainer.runs.comparison import labeled
 from trainer.runs.document import document
 from trainer.runs.journals import Journals
 from trainer.runs.page_data import curves_tree, list_tree, runs_tree
-from trainer.runs.status import RunStatus, find_runs, in_order, read_status
+from trainer.runs.status import RunStatus, find_runs, in_order
 from trainer.runs.stopping import ask_to_stop
 
 LIST_SECONDS = 1.0  # an answer is this old at most
@@ -104,11 +104,10 @@ class Runs:
         """Renew the listing, at most once a second. Return which share of the runs' journals has been read for it."""
         if self._listing and time.monotonic() - self._listed < LIST_SECONDS:
             return 1.0
-        folders, now = find_runs(self.folders), time.time()
-        share = self._journals.renew(folders)
+        share, found = self._journals.renew(find_runs(self.folders), self.price)
         if share == 1:
-            found = in_order(read_status(folder, now, self.price, self._journals.skimmed) for folder in folders)
-            self._listing, self._listed = [(identifier(run.folder), run) for run in found], time.monotonic()
+            self._listing = [(identifier(run.folder), run) for run in in_order(found)]
+            self._listed = time.monotonic()
         return share
 
     def _list(self) -> dict[str, Any]:
