@@ -79,7 +79,7 @@ def thinned(x: Numbers, y: Numbers, points: int = POINTS) -> tuple[Numbers, Numb
     return x[rows], y[rows]
 
 
-def strided(*columns: Numbers) -> list[Numbers]:
-    """Reduce smooth curves to a few thousand evenly spaced rows."""
-    rows = np.linspace(0, len(columns[0]) - 1, min(len(columns[0]), POINTS)).astype(int)
+def strided(*columns: Numbers, points: int = POINTS) -> list[Numbers]:
+    """Reduce smooth curves to ``points`` evenly spaced rows."""
+    rows = np.linspace(0, len(columns[0]) - 1, min(len(columns[0]), points)).astype(int)
     return [column[rows] for column in columns]

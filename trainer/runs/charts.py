@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.monitor.curves import Numbers, present, skew, smooth, smooth_logarithm, thinned, throughput
+from trainer.monitor.curves import Numbers, present, skew, smooth, smooth_logarithm, strided, thinned, throughput
 from trainer.monitor.history import History
 from trainer.monitor.panels import PANEL_ROWS
 
@@ -74,16 +74,16 @@ def describe(chart: Chart) -> dict[str, Any]:
 
 
 def curves(history: History, points: int, within: tuple[float, float], alone: bool) -> dict[str, dict[str, Any]]:
-    """The curves of all charts that have data, each as steps and values of at most twice as many ``points``.
+    """The curves of all charts that have data, each as steps and values.
 
-    Only the steps ``within`` a range are in them, smoothed as in the whole. A run that is not shown ``alone`` has only
-    one line in each chart.
+    A mean has ``points`` of them at most, and any other curve twice as many. Only the steps ``within`` a range are in
+    them, smoothed as in the whole. A run that is not shown ``alone`` has only one line in each chart.
     """
     found = {}
     for chart in CHARTS:
         if _PANELS[chart.name].known(history):
             lines = _lines(chart, history) if alone else _lines(chart, history)[-1:]
-            own = {name: _reduced(x, y, points, within) for name, x, y in [*lines, *_dots(chart, history)]}
+            own = {name: _reduced(name, x, y, points, within) for name, x, y in [*lines, *_dots(chart, history)]}
             found[chart.name] = {name: pair for name, pair in own.items() if pair[0]}
     return found
 
@@ -123,9 +123,11 @@ def places(history: History, price: float | None) -> dict[str, list[float]]:
     return {name: _numbers(values) for name, values in found.items() if np.isfinite(values).all()}
 
 
-def _reduced(x: Numbers, y: Numbers, points: int, within: tuple[float, float]) -> list[list[float]]:
+def _reduced(name: str, x: Numbers, y: Numbers, points: int, within: tuple[float, float]) -> list[list[float]]:
+    """A smooth curve needs no extremes: its neighborhood of 2 % of the steps has at least five of its points."""
     kept = np.isfinite(y) & (x >= within[0]) & (x <= within[1])
-    return [_numbers(values) for values in thinned(x[kept], y[kept], points)]
+    x, y = x[kept], y[kept]
+    return [_numbers(values) for values in (strided(x, y, points=points) if name == "mean" else thinned(x, y, points))]
 
 
 def _numbers(values: Numbers) -> list[float]:
