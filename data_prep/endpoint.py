@@ -18,7 +18,7 @@ from typing import Any
 
 CONNECTIONS = 16  # open at once; a further one closes the oldest
 REQUEST_BYTES = 8 << 10
-ANSWER_SECONDS = 10.0  # from accept to the end of the answer; also Prometheus's default scrape timeout
+ANSWER_SECONDS = 10.0  # for a request, and again for its answer; also Prometheus's default scrape timeout
 PAUSE = 0.05  # seconds after each accepted connection: at most 20 a second
 CLOCK_CHECK_SECONDS = 0.2  # seconds between two checks of the clock
 # errors that a request may cause in the application; the client gets a 500, and serving continues
@@ -139,6 +139,7 @@ class Endpoint:
         else:
             return
         connection.answer = memoryview(answer)
+        connection.until = time.monotonic() + ANSWER_SECONDS  # the time spent on the answer does not count
         self._selector.modify(connection.socket, selectors.EVENT_WRITE)
 
     def _drop(self, connection: _Connection) -> None:

@@ -160,7 +160,8 @@ def test_a_zoom_gets_more_points_of_fewer_steps(runs: Path, served: Endpoint) ->
     chosen, name = query(runs, "long"), identifier(str(runs / "long"))
     [run] = data(served, "/runs?" + chosen)["runs"]
     x, _ = run["curves"]["MLM loss"]["line"]
-    assert len(x) == 4000
+    mean, _ = run["curves"]["MLM loss"]["mean"]
+    assert len(x) == 4000 and len(mean) == 2000 and (mean[0], mean[-1]) == (1, 9000)
     near = data(served, f"/runs?{chosen}&from=1000&to=1500")["curves"][name]["MLM loss"]["line"]
     assert near == [list(range(1000, 1501)), [5 + n % 2 for n in range(1000, 1501)]]
 
@@ -306,6 +307,19 @@ def test_an_error_is_no_page_and_ends_nothing(runs: Path, served: Endpoint, erro
     assert answer.headers["Content-Type"].startswith("text/plain")
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     served.application = answers
+    assert data(served, "/list")["runs"]
+
+
+def test_an_answer_may_take_longer_than_its_client(served: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many long runs take the server seconds, which are not the client's."""
+    monkeypatch.setattr(endpoint, "ANSWER_SECONDS", 0.2)
+    answers = served.application
+
+    def slow(environ: dict[str, str], start: Any) -> Any:
+        time.sleep(0.5)
+        return answers(environ, start)
+
+    served.application = slow
     assert data(served, "/list")["runs"]
 
 
