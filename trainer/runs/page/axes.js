@@ -49,6 +49,28 @@ const OVER = {
   cost: ["cost", short, short],
 };
 
+const DECIMALS = (powers) => powers.flatMap((power) => [1, 2, 5].map((digit) => Number(`${digit}e${power}`)));
+const WHOLE = DECIMALS([0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+const FINE = DECIMALS([-6, -5, -4, -3, -2, -1]);
+// Distances between ticks of an axis that does not count in tens, or has nothing between whole numbers.
+const DISTANCES = {
+  step: WHOLE,
+  hours: [
+    ...[0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30].map((minutes) => minutes / 60),
+    ...[1, 2, 3, 6, 12, 24, 48],
+    ...WHOLE.filter((hours) => hours >= 100),
+  ],
+};
+
+// At most so many ticks, apart by the shortest of the distances that is long enough.
+function evenTicks(distances, low, high, most) {
+  const apart = distances.find((one) => (high - low) / one <= most) || (high - low) / most;
+  const found = [];
+  for (let at = Math.ceil(low / apart); at * apart <= high && found.length <= most; at += 1)
+    found.push(at * apart);
+  return found;
+}
+
 // Moves sorted values from one scale to another by linear interpolation between known places.
 function moved(values, from, to) {
   let at = 1;
@@ -94,7 +116,7 @@ function range(chart, series, [left, right]) {
   return [chart.zero ? 0 : low - room, high + room];
 }
 
-// Ticks of a logarithmic axis: within a decade, too, if there are few decades.
+// Ticks of a logarithmic axis: within a decade, too, if there are few decades, and even ones in a part of a decade.
 function logarithmicTicks(base, low, high) {
   const first = Math.floor(Math.log(low) / Math.log(base));
   const last = Math.ceil(Math.log(high) / Math.log(base));
@@ -104,5 +126,6 @@ function logarithmicTicks(base, low, high) {
   const found = [];
   for (let power = first; power <= last; power += every)
     within.forEach((factor) => found.push(factor * base ** power));
-  return found.filter((value) => value >= low && value <= high);
+  const seen = found.filter((value) => value >= low && value <= high);
+  return seen.length > 2 ? seen : evenTicks([...FINE, ...WHOLE], low, high, 6);
 }

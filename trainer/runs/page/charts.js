@@ -40,7 +40,7 @@ function dots(plot, number) {
   });
 }
 
-function lineOptions({ run, kind, bold }, chart, alone) {
+function lineOptions({ run, kind, bold, xs }, chart, alone) {
   const own = color(alone && chart.name.startsWith("NSP") ? "violet" : run.style.color);
   const facets = [
     { scale: "x", auto: false },
@@ -48,6 +48,7 @@ function lineOptions({ run, kind, bold }, chart, alone) {
   ];
   const common = { facets, spanGaps: true, pxAlign: 0, points: { show: false } };
   if (kind === "dots") return { ...common, stroke: color("ink"), fill: own, width: 1, paths: dots };
+  if (xs.length === 1) return { ...common, stroke: own, fill: own, width: 1, paths: dots }; // no line yet
   if (kind === "baseline")
     return { ...common, stroke: color("faint"), width: 1.2, dash: [5, 4], paths: uPlot.paths.linear() };
   const paths = chart.logarithm === 2 ? uPlot.paths.stepped({ align: -1 }) : uPlot.paths.linear();
@@ -90,6 +91,9 @@ function axisOptions(chart, over) {
     font: "12px system-ui, sans-serif",
   };
   const horizontal = { ...common, space: 70, size: 26, values: (plot, ticks) => ticks.map(OVER[over][2]) };
+  if (DISTANCES[over])
+    horizontal.splits = (plot, axis, low, high) =>
+      evenTicks(DISTANCES[over], low, high, plot.bbox.width / devicePixelRatio / 70);
   const vertical = { ...common, size: 58, values: (plot, ticks) => ticks.map(TICKS[chart.form]) };
   if (!chart.logarithm) return [horizontal, vertical];
   const splits = (plot, axis, low, high) => logarithmicTicks(chart.logarithm, low, high);
