@@ -19,6 +19,7 @@ function listTable(runs, chosen, choose) {
         {},
         build("input", {
           type: "checkbox",
+          value: run.id,
           checked: chosen.has(run.id),
           onchange: () => choose(run.id),
           "aria-label": `compare ${run.name}`,
@@ -34,23 +35,17 @@ function listTable(runs, chosen, choose) {
       build("td", { class: "number steps" }, run.cells.step, progress(run)),
       columns.map((name) => build("td", { class: align(name), "data-name": name }, run.cells[name])),
     );
+  const first = [
+    build("th"),
+    build("th", {}, "run"),
+    build("th", {}, "state"),
+    build("th", { class: "number" }, "step"),
+  ];
+  const head = build("thead", {}, build("tr", {}, first, names));
   return build(
-    "table",
-    { id: "list" },
-    build(
-      "thead",
-      {},
-      build(
-        "tr",
-        {},
-        build("th"),
-        build("th", {}, "run"),
-        build("th", {}, "state"),
-        build("th", { class: "number" }, "step"),
-        names,
-      ),
-    ),
-    build("tbody", {}, runs.map(row)),
+    "div",
+    { class: "scroll" },
+    build("table", { id: "list" }, head, build("tbody", {}, runs.map(row))),
   );
 }
 
