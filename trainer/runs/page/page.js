@@ -3,6 +3,7 @@
 
 const LIST_PAUSE = 2000; // milliseconds between two looks at the list
 const RUN_PAUSE = 5000; // and at the data of runs that are shown
+const PRESSED_PAUSE = 200; // and while something is dragged
 
 function address() {
   const query = new URLSearchParams(location.hash.slice(1));
@@ -36,6 +37,10 @@ function runsQuery(identifiers) {
   return `runs?${identifiers.map((one) => `run=${encodeURIComponent(one)}`).join("&")}`;
 }
 
+let pressed = false; // a mouse button or a finger is down: what is under it stays
+for (const name of ["pointerdown", "pointermove", "pointerup", "pointercancel"])
+  addEventListener(name, (event) => (pressed = event.buttons > 0), true);
+
 let asked = 0; // the number of the newest question: older answers are dropped
 let timer = 0;
 
@@ -55,6 +60,7 @@ async function look() {
       reading(found.reading);
       return later(0);
     }
+    if (pressed && list) return later(PRESSED_PAUSE);
     const news = JSON.stringify(found.runs) !== JSON.stringify(list && list.runs);
     list = found;
     if (runs.length) await lookAt(runs, own);
@@ -82,6 +88,7 @@ async function lookAt(runs, own) {
     const data = await ask(runsQuery(runs));
     if (own !== asked) return;
     if (data.reading === undefined) {
+      if (pressed && shown) return;
       showRuns(data);
       shown.stamp = stamp;
       return;

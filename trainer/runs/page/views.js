@@ -8,13 +8,25 @@ const hidden = new Set(); // the runs that are not drawn
 let list = null; // the last list
 let shown = null; // the runs that are shown, and their charts; null: the list
 
+// What identifies a link, a button or a field within its view.
+function signature(one) {
+  const label = one.getAttribute("aria-label") || one.id || one.textContent;
+  return [one.tagName, one.getAttribute("href"), one.getAttribute("value"), label].join();
+}
+
 // Fills the page. If the view is the same as before, it stays where it was scrolled to, and keeps the focus.
 function fill(same, children) {
   const [focused, place] = [document.activeElement, scrollY];
-  const label = focused && focused.getAttribute("aria-label");
+  const [sought, caret] = [signature(focused), focused.type === "search" ? focused.selectionStart : null];
+  const boxes = () => [...main.querySelectorAll(".scroll, .events, .settings")];
+  const places = same ? boxes().map((box) => [box.scrollLeft, box.scrollTop]) : [];
+  const within = main.contains(focused);
   main.replaceChildren(...children.flat().filter((child) => child != null));
-  const again = label && [...main.querySelectorAll("[aria-label]")].find((one) => one.ariaLabel === label);
-  if (same && again) again.focus({ preventScroll: true });
+  const controls = [...main.querySelectorAll("a, button, input, select")];
+  const again = same && within && controls.find((one) => signature(one) === sought);
+  if (again) again.focus({ preventScroll: true });
+  if (again && caret !== null) again.setSelectionRange(caret, caret);
+  boxes().forEach((box, at) => places[at] && box.scrollTo(...places[at]));
   return () => scrollTo(0, same ? place : 0); // once the charts are drawn
 }
 
