@@ -77,7 +77,7 @@ def invent(folder: Path, number: int, steps: int) -> None:
 
 # ---- a person's visit ----------------------------------------------------------------------------------------
 
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>" + "-and-long" * 15
 TOKEN = "the-token-of-this-visit"
 PLOT = "shown.charts.drawn[0].plot.over.getBoundingClientRect()"
 
@@ -93,6 +93,7 @@ def visit() -> None:
         Path(name, "token").write_text(TOKEN)
         with served(top, "--token-file", f"{name}/token", "--price", "2") as address:
             _see_list(browser, address)
+            _keep_place(browser, address, live)
             found = {each["name"]: each["id"] for each in browser.value("list.runs")}
             _use_run(browser, f"{address}#runs={found['run-0']}")
             _compare_runs(browser, f"{address}#runs={','.join(found.values())}")
@@ -106,14 +107,30 @@ def visit() -> None:
 
 
 def _see_list(browser: Browser, address: str) -> None:
-    browser.look(390, 844)
     browser.open(address)
-    browser.wait("document.querySelectorAll('#list tbody tr').length === 3")
-    _fits(browser)
-    browser.look(1280, 900)
+    for width in (390, 800, 1280):
+        browser.look(width, 844)
+        browser.wait("document.querySelectorAll('#list tbody tr').length === 3")
+        _fits(browser)
     browser.value("document.querySelectorAll('#list input').forEach((box) => box.click())")
     browser.value("document.querySelector('#compare').click()")
     browser.wait(f"location.hash.split(',').length === 3 && {DRAWN}")
+
+
+def _keep_place(browser: Browser, address: str, folder: Path) -> None:
+    """The keyboard's place, and the caret in a field, stay while the list changes."""
+    browser.open(address)
+    for number, (place, kept) in enumerate({"a.name": "href", "#search": "selectionStart"}.items(), 41):
+        browser.wait("document.querySelector('#list a.name')")
+        browser.value(f"document.querySelector('{place}').focus()")
+        if place == "#search":
+            browser.call("Input.insertText", text="alert(1)")
+            browser.value("document.activeElement.setSelectionRange(3, 3)")
+        before = browser.value(f"document.activeElement.{kept}")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(journal([step(number, time.time())]))
+        browser.wait(f"document.querySelector('#list .steps').textContent === '{number}/200'")
+        assert before == browser.value(f"document.activeElement.{kept}") and before
 
 
 def _use_run(browser: Browser, address: str) -> None:
@@ -153,6 +170,8 @@ def _compare_runs(browser: Browser, address: str) -> None:
     browser.value("document.querySelector('.legend button').click()")
     browser.wait("shown.charts.runs.length === 2")
     assert "run.seed" in browser.value("document.querySelector('main').innerText")
+    browser.value("location.hash = '#runs=' + shown.data.runs[0].id")  # the hidden one, alone
+    browser.wait(f"shown.data.runs.length === 1 && {DRAWN}")
 
 
 def _stop_run(browser: Browser, address: str, folder: Path) -> None:
@@ -165,8 +184,8 @@ def _stop_run(browser: Browser, address: str, folder: Path) -> None:
     browser.call("Input.insertText", text="phases.1")
     place = browser.value("scrollTo(0, 150), scrollY")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(journal([step(41, time.time())]))
-    browser.wait("document.querySelector('.numbers dd').textContent === '41'")
+        file.write(journal([step(43, time.time())]))
+    browser.wait("document.querySelector('.numbers dd').textContent === '43'")
     kept = "[document.activeElement.value, document.querySelectorAll('.settings tr').length > 3, scrollY]"
     assert browser.value(kept) == ["phases.1", True, place] and place
     browser.press("Stop…")

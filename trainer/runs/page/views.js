@@ -5,6 +5,8 @@ const main = document.getElementById("main");
 const embedded = document.getElementById("data"); // a page that is a file has its data in it
 const chosen = new Set(); // the runs that are selected in the list
 const hidden = new Set(); // the runs that are not drawn
+const MOST_COMPARED = 50; // the server's MOST_RUNS
+const MOST_ROWS = 500; // of the list, which a browser draws in time
 let list = null; // the last list
 let shown = null; // the runs that are shown, and their charts; null: the list
 
@@ -40,7 +42,10 @@ function showList() {
   document.title = "Runs";
   const search = main.querySelector("#search");
   const typed = search ? search.value : "";
-  const runs = list.runs.filter((run) => `${run.name} ${run.folder}`.includes(typed));
+  const found = list.runs.filter((run) => `${run.name} ${run.folder}`.includes(typed));
+  const runs = found.slice(0, MOST_ROWS);
+  const there = new Set(list.runs.map((run) => run.id));
+  chosen.forEach((identifier) => there.has(identifier) || chosen.delete(identifier));
   const running = list.runs.filter((run) => run.state === "running").length;
   const compare = build("button", { id: "compare", onclick: () => go({ runs: [...chosen] }) });
   const choose = (identifier) => {
@@ -48,8 +53,9 @@ function showList() {
     compareText();
   };
   const compareText = () => {
-    compare.disabled = chosen.size < 2;
+    compare.disabled = chosen.size < 2 || chosen.size > MOST_COMPARED;
     compare.textContent = chosen.size < 2 ? "Compare" : `Compare ${chosen.size} runs`;
+    if (chosen.size > MOST_COMPARED) compare.textContent = `Compare at most ${MOST_COMPARED} runs`;
   };
   compareText();
   const field = build("input", {
@@ -71,7 +77,16 @@ function showList() {
       build("span", { class: "faint" }, `${running} of ${list.runs.length.toLocaleString("en")} running`),
       build("span", { class: "row push" }, field, compare),
     ),
-    runs.length ? listTable(runs, chosen, choose) : build("p", { class: "faint" }, "no runs here yet"),
+    runs.length
+      ? listTable(runs, chosen, choose)
+      : build("p", { class: "faint" }, typed ? "no run has this in its name or folder" : "no runs here yet"),
+    found.length > runs.length
+      ? build(
+          "p",
+          { class: "faint" },
+          `${(found.length - runs.length).toLocaleString("en")} more: find one by its name`,
+        )
+      : null,
   ]);
   settle();
 }
@@ -99,6 +114,7 @@ function showRuns(data) {
   document.title = [...data.runs, ...(data.waiting || [])].map((run) => run.name).join(", ");
   const names = data.runs.map((run) => run.id).join();
   const same = shown !== null && shown.names === names;
+  if (!same) hidden.clear();
   const configuration = alone && (same ? shown.configuration : settings(data.runs[0])); // keeps what was typed
   const below = alone
     ? [...[whereTimeWent, ranks, events, facts].map((part) => part(data.runs[0])), configuration]
