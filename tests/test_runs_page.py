@@ -6,6 +6,8 @@ import base64
 import hashlib
 import http.client
 import json
+import math
+import random
 import re
 import socket
 import time
@@ -19,7 +21,7 @@ import pytest
 
 from data_prep import endpoint
 from data_prep.endpoint import Endpoint
-from tests.helpers.journals import NOW, PHASES, START, begun, journal, step, write
+from tests.helpers.journals import NOW, PHASES, START, begun, invented, journal, step, write
 from trainer.errors import TrainerError
 from trainer.monitor import panels
 from trainer.monitor.history import read_history
@@ -247,6 +249,39 @@ def test_numbers_that_no_json_has_are_left_out(runs: Path, served: Endpoint) -> 
     write(runs / "odd", [*odd, {"event": "ranks", "step": 4, "parts": {}, "compute": [0, 0, 1], "slowest": None}])
     [run] = data(served, "/runs?" + query(runs, "odd"))["runs"]
     assert run["curves"]["throughput"] == {}
+
+
+ODD: tuple[Any, ...] = (
+    math.nan,
+    math.inf,
+    1e308,
+    -1e308,
+    0,
+    -1,
+    2**63,
+    True,
+    None,
+    "x",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    "\u202e</script>\n",
+)
+
+
+def test_whatever_a_journal_contains_the_page_is_answered(runs: Path, served: Endpoint) -> None:
+    """One or two records have an odd value. The run is shown or is unreadable, and the list has all other runs."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        records = [json.loads(line) for line in invented(rng).splitlines() if line.endswith("}")]
+        for record in rng.choices(records, k=rng.choice((1, 2))):
+            record[rng.choice([*record, "time", "spent", "ranks"])] = rng.choice(ODD)
+        write(runs / "odd", records)
+        listed = {Path(run["folder"]).name: run for run in data(served, "/list")["runs"]}
+        assert len(listed) == 6 and listed["odd"]["state"]
+        tree = data(served, "/runs?" + query(runs, "odd", "live"))
+        assert len(tree["runs"]) + len(tree["waiting"]) == 2, seed
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------
