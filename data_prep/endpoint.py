@@ -19,7 +19,7 @@ from typing import Any
 CONNECTIONS = 16  # open at once; a further one closes the oldest
 REQUEST_BYTES = 8 << 10
 ANSWER_SECONDS = 10.0  # for a request, and again for its answer; also Prometheus's default scrape timeout
-PAUSE = 0.05  # seconds after each accepted connection: at most 20 a second
+PAUSE = 0.05  # seconds between two accepted connections: at most 20 a second
 CLOCK_CHECK_SECONDS = 0.2  # seconds between two checks of the clock
 # errors that a request may cause in the application; the client gets a 500, and serving continues
 PROVOKED = (
@@ -70,6 +70,7 @@ class Endpoint:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
+        self._pause_until = 0.0  # time.monotonic() before which none is accepted
         self._ended = Event()
         self._thread = Thread(target=self._serve, name="endpoint", daemon=True)
         self._thread.start()
@@ -95,10 +96,11 @@ class Endpoint:
                 self._drop(connection)
 
     def _accept(self) -> None:
+        time.sleep(max(0.0, self._pause_until - time.monotonic()))
+        self._pause_until = time.monotonic() + PAUSE
         try:
             accepted, _ = self._listener.accept()
         except (OSError, MemoryError):  # the client is gone, or no descriptor is left: retry later
-            time.sleep(PAUSE)
             return
         connection = _Connection(accepted, time.monotonic() + ANSWER_SECONDS)
         if len(self._connections) >= CONNECTIONS:
@@ -109,7 +111,6 @@ class Endpoint:
             self._selector.register(accepted, selectors.EVENT_READ)
         except (OSError, MemoryError):
             self._drop(connection)
-        time.sleep(PAUSE)
 
     def _advance(self, connection: _Connection) -> None:
         """Receive or send as much as possible without blocking."""

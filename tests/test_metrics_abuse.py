@@ -232,3 +232,16 @@ def test_a_flood_of_ten_thousand_connections_takes_no_descriptors_of_a_build() -
         assert len(os.listdir("/proc/self/fd")) <= before + CONNECTIONS
         assert "lambert_prep_tokens_total" in ask(port)
     assert len(os.listdir("/proc/self/fd")) <= before - 2
+
+
+def test_only_a_client_that_comes_soon_after_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "PAUSE", 0.4)
+    running = Endpoint(0, "127.0.0.1", make_wsgi_app(CollectorRegistry()))
+    try:
+        began, ends = time.monotonic(), list[float]()
+        for _ in range(3):
+            ask(running.port)
+            ends.append(time.monotonic() - began)
+        assert ends[0] < 0.35 and ends[1] >= 0.4 and ends[2] >= 0.8, ends
+    finally:
+        running.close()
