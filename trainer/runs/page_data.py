@@ -66,8 +66,8 @@ def _run(run: Compared, price: float | None) -> dict[str, Any]:
     happened = events(history, [printable(name) for name in _phases(run.config)])
     return {
         "places": places(history, price),
-        "restarts": history.restarts,
-        "phases": [event.step for event in happened if event.kind == "phase"][1:],
+        "restarts": history.restarts[-MOST_EVENTS:],
+        "phases": [event.step for event in happened if event.kind == "phase"][1:][-MOST_EVENTS:],
         "numbers": {name: printable(text) for name, text in key_metrics(history).items()},
         "summary": {name: printable(text) for name, text in summary(history).items()},
         "facts": {printable(name): printable(text) for name, text in history.facts.items()},
