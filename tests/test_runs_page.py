@@ -12,6 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import pytest
 from data_prep import endpoint
 from data_prep.endpoint import Endpoint
 from tests.helpers.journals import NOW, PHASES, START, begun, invented, journal, step, write
+from tests.helpers.runs import wait_for
+from tests.helpers.s3 import Fault, faulty, sign_in
 from trainer.errors import TrainerError
 from trainer.monitor import panels
 from trainer.monitor.history import read_history
@@ -29,11 +32,13 @@ from trainer.monitor.summary import TIME_COLORS, summary
 from trainer.report import main as report
 from trainer.run.lock import hold
 from trainer.run.stop_request import STOP_FILE
-from trainer.runs import journals, server
+from trainer.runs import addresses, journals, server
 from trainer.runs.__main__ import main
+from trainer.runs.addresses import Copies
 from trainer.runs.document import FOLDER, document
 from trainer.runs.server import Runs, identifier, read_token
 from trainer.runs.status import RunStatus, read_status
+from trainer.store.objects import Objects
 
 pytestmark = pytest.mark.slow  # imports PyTorch
 
@@ -575,3 +580,41 @@ def test_it_says_where_it_is_and_who_can_see_it(
     first, *more = capsys.readouterr().out.splitlines()
     assert re.match(rf"http://{re.escape(address)}:\d+/ shows the runs \(read-only: --token-file adds", first)
     assert more == ["0.0.0.0 is not only this machine's: whoever reaches it can see these runs"][: lines - 1]
+
+
+def test_runs_at_addresses_are_copied_again_and_again(
+    runs: Path, tmp_path: Path, served: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "COPY_SECONDS", 0.05)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with ExitStack() as stack:
+        store = stack.enter_context(faulty())
+        sign_in(store.address, monkeypatch)
+        store.empty("bucket")
+        there, said = Objects("s3://bucket/runs"), list[str]()
+        for path in sorted(runs.glob("*/*")):
+            there.put(path, str(path.relative_to(runs)))
+        copies = stack.enter_context(closing(Copies(["s3://bucket/runs"], said.append)))
+        copies.start()
+        served.application = Runs([runs / "done"], copies, token=TOKEN)
+        listed = {run["folder"]: run for run in data(served, "/list")["runs"]}
+        names = ("damaged", "done", "empty", "hostile", "live")
+        assert sorted(listed) == [str(runs / "done"), *(f"s3://bucket/runs/{name}" for name in names)]
+        live = listed["s3://bucket/runs/live"]
+        assert (live["state"], live["step"]) == ("running", 20)
+        shown = data(served, f"/runs?run={live['id']}&run={listed[str(runs / 'done')]['id']}")
+        assert [run["name"] for run in shown["runs"]] == ["live", "over"]
+
+        post = {"Origin": f"http://127.0.0.1:{served.port}", "Authorization": f"Bearer {TOKEN}"}
+        status, body, _ = ask(served, f"/stop?run={live['id']}", "POST", **post)
+        assert status == 200 and "(s3://bucket/runs/live)" in body and f"live/{STOP_FILE}" in there.list()
+
+        with (runs / "live/metrics.jsonl").open("a") as file:
+            file.write(journal([step(21, time.time())]))
+        there.put(runs / "live/metrics.jsonl", "live/metrics.jsonl")
+        wait_for(lambda: {run["id"]: run["step"] for run in data(served, "/list")["runs"]}[live["id"]] == 21)
+
+        store.faults = [Fault("GET", "bucket", "forbidden", times=1000)]
+        wait_for(lambda: bool(said))
+        assert said[0].startswith("warning: the page shows what was copied before: s3://bucket/runs")
+        assert len(data(served, "/list")["runs"]) == 6

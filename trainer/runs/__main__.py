@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -28,7 +29,7 @@ from trainer.errors import TrainerError, exit_code
 from trainer.exits import INTERRUPTED
 from trainer.monitor.metrics_log import METRICS_LOG
 from trainer.options import path_or_address
-from trainer.runs.addresses import copy_of, statuses_at
+from trainer.runs.addresses import Copies, copy_of, statuses_at
 from trainer.runs.status import RunStatus, find_runs, in_order, read_status
 from trainer.runs.stopping import ask_to_stop
 from trainer.runs.table import clipped, table
@@ -79,8 +80,6 @@ def _list(words: list[str]) -> None:
     options = parser.parse_args(words)
     if options.token_file is not None and options.serve is None:
         parser.error("argument --token-file: needs --serve")
-    if options.serve is not None and any(isinstance(place, str) for place in options.folders):
-        parser.error("argument --serve: shows runs in folders, not at addresses")
     if options.serve is not None:
         _serve(options.serve, options.folders, options.price, options.token_file)
     if options.watch:
@@ -95,11 +94,18 @@ def _list(words: list[str]) -> None:
         print_result("\n".join(_page(runs, options.folders, now, width)))
 
 
-def _serve(place: tuple[str, int], folders: Sequence[Path], price: float | None, token: Path | None) -> NoReturn:
+def _serve(
+    place: tuple[str, int], places: Sequence[Path | str], price: float | None, token_file: Path | None
+) -> NoReturn:
     from trainer.runs.server import Runs, read_token, serve  # imports PyTorch and Matplotlib, which takes seconds
 
+    folders = [each for each in places if isinstance(each, Path)]
     find_runs(folders)  # reports a folder that does not exist
-    serve(place, Runs(folders, price, None if token is None else read_token(token)), print_result)
+    token = None if token_file is None else read_token(token_file)
+    copies = Copies([each for each in places if isinstance(each, str)], print_result)
+    with closing(copies):
+        copies.start()
+        serve(place, Runs(folders, copies, price, token), print_result)
 
 
 def _statuses(places: Sequence[Path | str], now: float, price: float | None) -> list[RunStatus]:

@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
@@ -25,6 +25,8 @@ from urllib.parse import parse_qs, urlsplit
 from data_prep.endpoint import Endpoint
 from data_prep.json_text import read_text
 from trainer.errors import TrainerError
+from trainer.options import path_or_address
+from trainer.runs.addresses import Copies
 from trainer.runs.comparison import labeled
 from trainer.runs.document import document
 from trainer.runs.journals import Journals
@@ -53,12 +55,14 @@ class Runs:
     """The application: what each request is answered with. Its name for a run is a hash of the run's folder."""
 
     folders: Sequence[Path]  # where runs are looked for
+    copies: Copies | None = None  # of runs at addresses
     price: float | None = None  # of a GPU-hour
     token: str | None = None  # None: no run can be stopped
     names: Collection[str] = ("localhost",)  # host names by which browsers may ask, besides any address
     _journals: Journals = field(default_factory=Journals)
     _listing: Listing = field(default_factory=list)
     _listed: float = 0.0  # time.monotonic() of the listing
+    _local: dict[str, Path] = field(default_factory=dict)  # the copies by address
 
     def __call__(self, environ: dict[str, str], start: Start) -> Iterable[bytes]:
         """Answer one request: the form is WSGI's."""
@@ -104,9 +108,12 @@ class Runs:
         """Renew the listing, at most once a second. Return which share of the runs' journals has been read for it."""
         if self._listing and time.monotonic() - self._listed < LIST_SECONDS:
             return 1.0
-        share, found = self._journals.renew(find_runs(self.folders), self.price)
+        remote = {} if self.copies is None else self.copies.runs
+        share, found = self._journals.renew([*find_runs(self.folders), *remote], self.price)
         if share == 1:
-            self._listing = [(identifier(run.folder), run) for run in in_order(found)]
+            placed = [replace(run, folder=remote.get(Path(run.folder), run.folder)) for run in found]
+            self._listing = [(identifier(run.folder), run) for run in in_order(placed)]
+            self._local = {address: folder for folder, address in remote.items()}
             self._listed = time.monotonic()
         return share
 
@@ -129,7 +136,7 @@ class Runs:
     def _runs(self, query: dict[str, list[str]]) -> dict[str, Any]:
         """The data of some runs, or how much of their journals has been read so far."""
         chosen, now = self._chosen(query), time.time()
-        folders = {name: Path(run.folder) for name, run in chosen.items()}
+        folders = {name: self._local.get(run.folder, Path(run.folder)) for name, run in chosen.items()}
         share, histories = self._journals.read(list(folders.values()))
         if share < 1:
             return {"reading": share}
@@ -157,7 +164,7 @@ class Runs:
             raise Refused("400 Bad Request", "ask for 1 run")
         [run] = self._chosen(query).values()
         self._listed = 0.0
-        return ask_to_stop(Path(run.folder), time.time())
+        return ask_to_stop(path_or_address(run.folder), time.time())
 
 
 def identifier(folder: str) -> str:
