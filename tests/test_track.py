@@ -18,7 +18,7 @@ import yaml
 from tests.helpers.mlflow_server import MlflowServer
 from tests.helpers.ranks import ROOT
 from trainer.errors import PassingError, TrainerError
-from trainer.monitor.trackers import require_packages
+from trainer.monitor.trackers import Trackers, require_packages
 from trainer.run.lock import hold
 from trainer.track import __main__ as command
 from trainer.track.about import about, flat
@@ -372,6 +372,15 @@ def test_a_package_that_is_missing_is_one_line(
         require_packages(["mlflow"])
     require_packages([])
     assert send(tmp_path) == 2 and said in capsys.readouterr().err
+
+
+def test_a_sender_that_ends_before_its_run_does_so_quietly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It ends first when the run waits for a scrape."""
+    trackers = Trackers(["tensorboard"], write(tmp_path / "run", begun(), steps(1, 9), ended()), 5.0)
+    [sender] = trackers._processes.values()
+    assert sender.wait(60) == 0
+    trackers.wait(0.0)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_sender_needs_no_torch() -> None:

@@ -148,7 +148,8 @@ def _attach(patience: float) -> Event:
     over = Event()
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1):  # sys.stdin has a lock, which this thread would hold when the program ends: Python aborts
+            pass
         over.set()
         time.sleep(patience + MARGIN_SECONDS)
         os._exit(FAILED)
