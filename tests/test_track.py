@@ -200,6 +200,18 @@ def test_a_note_that_is_lost_and_a_server_that_is_new_cost_only_time(tmp_path: P
     assert send(folder) == 0 and len(mlflow.values(only(mlflow), "train/loss")) == 9
 
 
+@pytest.mark.parametrize("lasts", [1, 5, 60])
+def test_a_journal_that_lost_its_last_lines_is_sent_again(tmp_path: Path, mlflow: MlflowServer, lasts: int) -> None:
+    """A kill does this to a run at an address. By now, the journal may be shorter or longer than what was sent."""
+    folder = write(tmp_path / "run", begun(), steps(1, 9))
+    assert send(folder) == 0
+    journal = folder / "metrics.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-5]))
+    write(folder, begun(4, 1)[1:], steps(5, 4 + lasts, 4.0))
+    assert send(folder) == 0
+    assert mlflow.values(only(mlflow), "train/loss")[9:] == [(n, 4.0) for n in range(5, 5 + lasts)]
+
+
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_server_that_dies_while_it_is_sent_to_gets_the_rest_later(
     tmp_path: Path, mlflow: MlflowServer, capsys: pytest.CaptureFixture[str], after: int
@@ -398,4 +410,4 @@ def test_a_standing_is_read_back_as_it_was_written(tmp_path: Path, mlflow: Mlflo
     write(folder, begun(5, 1), steps(6, 7))
     sender.send()
     assert read_standing(note(folder, "mlflow")) == sender.standing
-    assert replace(sender.standing, time=0.0, offset=0) == Standing(highest=7, repeats=((6, 9),))
+    assert replace(sender.standing, time=0.0, offset=0, tail="") == Standing(highest=7, repeats=((6, 9),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from trainer.monitor.metrics_log import LONGEST_LINE, Record, parsed
 from trainer.track.points import Point, points
 
 MOST_POINTS = 50  # in a batch; a point has some twenty values, and MLflow takes 1,000 in a request
+TAIL_BYTES = 4096  # some lines, with the times of their steps
 _BACK = (b'{"event": "start"', b'{"event": "rollback"')  # the run goes on from the step in this record
 
 
@@ -30,6 +32,7 @@ class Standing:
     end: str = ""  # how the run ended; empty before that
     reason: str = ""  # why it ended
     closed: str = ""  # the final state that the tracker was last given
+    tail: str = ""  # see `tail`; empty unless noted
 
     @property
     def taken(self) -> int:
@@ -45,6 +48,20 @@ class Batch:
     points: list[Point] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)  # what runs, if the run started or resumed here
     back: int | None = None  # the tracker has values of steps after this one, which the points here replace
+
+
+def tail(path: Path, offset: int) -> str:
+    """A hash of what is before ``offset`` in the journal. It tells whether this is still the journal that was sent.
+
+    A run at an address that is killed resumes with the journal at the address, which may lack the last lines.
+    Raises TrainerError if the journal cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, offset - TAIL_BYTES))
+            return hashlib.sha256(file.read(min(offset, TAIL_BYTES))).hexdigest()[:16]
+    except OSError as error:
+        raise TrainerError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def batches(path: Path, standing: Standing) -> Iterator[Batch]:

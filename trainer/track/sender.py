@@ -13,8 +13,8 @@ from trainer.monitor.metrics_log import METRICS_LOG
 from trainer.monitor.trackers import Name
 from trainer.run.lock import held
 from trainer.track.about import about
-from trainer.track.journal import Standing, batches
-from trainer.track.tracker import Tracker
+from trainer.track.journal import Standing, batches, tail
+from trainer.track.tracker import Tracker, outages
 
 NOTES = "trackers"  # in the run's folder: a folder for each tracker
 LARGEST_NOTE = 1 << 20  # bytes; one has a few hundred
@@ -29,18 +29,18 @@ class Sender:
     def __init__(self, folder: Path, name: Name) -> None:
         self.folder = folder
         self._about = about(folder)
-        self._note = note(folder, name)
-        self.standing = read_standing(self._note)
+        self._journal, self._note = folder / METRICS_LOG, note(folder, name)
+        self.standing = self._noted()
         self._tracker, self._opened = tracker(name), False
 
     def send(self) -> None:
         """Send what the tracker does not have yet. Raises PassingError if it cannot be reached: call it again later."""
         try:
             if not self._opened:
-                noted = self.standing if self._tracker.lasting else read_standing(self._note)
+                noted = self.standing if self._tracker.lasting else self._noted()
                 self._keep(self._tracker.open(self._about, noted))
                 self._opened = True
-            for batch in batches(self.folder / METRICS_LOG, self.standing):
+            for batch in batches(self._journal, self.standing):
                 if batch.facts:
                     self._tracker.describe(about(self.folder), batch.facts)  # its settings may have changed
                 self._tracker.send(batch)
@@ -69,8 +69,13 @@ class Sender:
         """Where the tracked run can be seen, or how."""
         return self._tracker.place
 
+    def _noted(self) -> Standing:
+        """What the tracker has; nothing if the journal is not the one that was sent, so that all of it is sent."""
+        noted = read_standing(self._note)
+        return noted if noted.tail == tail(self._journal, noted.offset) else Standing()
+
     def _keep(self, standing: Standing) -> None:
-        self.standing = standing
+        self.standing = standing = replace(standing, tail=tail(self._journal, standing.offset))
         try:
             with replacing(self._note) as file:
                 file.write(json.dumps(asdict(standing)).encode())
