@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
@@ -21,8 +22,8 @@ from trainer.errors import PassingError, TrainerError
 from trainer.monitor.trackers import Trackers, require_packages
 from trainer.run.lock import hold
 from trainer.track import __main__ as command
-from trainer.track.about import about, flat
-from trainer.track.journal import Batch, Standing, batches
+from trainer.track.about import about, flat, without_secrets
+from trainer.track.journal import Batch, Standing, _lines, batches
 from trainer.track.points import Point
 from trainer.track.sender import Sender, note, read_standing
 
@@ -117,6 +118,18 @@ def test_a_line_that_is_being_written_waits_and_a_truncated_one_is_left_out(tmp_
     write(folder, steps(4, 4), end="x" * (5 << 20) + "\n")
     write(folder, steps(5, 5))
     assert [number for number, _ in read(folder, standing)[0]] == [3, 4, 5]
+
+
+def test_a_line_that_ends_while_it_is_read_comes_next_time() -> None:
+    """Its second half, and the lines after it, may arrive between two reads."""
+
+    class Growing(io.BytesIO):
+        arrived = [b"one\n", b"tw", b"o\n", b"three\n", b""]
+
+        def readline(self, size: int | None = -1, /) -> bytes:
+            return self.arrived.pop(0)
+
+    assert list(_lines(Growing(), 0)) == [(b"one\n", 4)]
 
 
 @pytest.mark.parametrize("turn", ["start", "rollback"])

@@ -136,8 +136,10 @@ def _turns(file: IO[bytes], offset: int) -> Iterator[tuple[int, int]]:
 
 
 def _lines(file: IO[bytes], offset: int) -> Iterator[tuple[bytes, int]]:
-    """Yield each line after ``offset``, and the offset behind it. The last line may still be being written."""
+    """Yield each line after ``offset``, and the offset behind it. A line that is being written ends them."""
     file.seek(offset)
     for line in iter(partial(file.readline, LONGEST_LINE), b""):
+        if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+            return
         offset += len(line)
         yield line, offset
