@@ -29,7 +29,7 @@ from trainer.track.sender import Sender, note, read_standing
 
 Records = list[dict[str, Any]]
 CONFIG = {"run": {"name": "first", "seed": 1}, "phases": [{"steps": 90, "heldout": None}], "cache": {}}
-SECRET = {"run": {"name": "first"}, "phases": [{"train": "https://me:secret@example.com/shards"}]}
+SECRET = {"run": {"name": "first"}, "phases": [{"train": "https://me:sec@ret@example.com/shards?Signature=secret"}]}
 
 
 def step(number: int, loss: float = 5.0, **more: Any) -> dict[str, Any]:
@@ -281,6 +281,7 @@ def test_a_login_in_an_address_is_never_shown(
     written = b"".join(path.read_bytes() for path in (folder / "trackers").rglob("*") if path.is_file())
     said = capsys.readouterr()
     assert "secret" not in said.out + said.err and b"secret" not in written
+    assert without_secrets("GET s3://b/c#d failed: https://u@h/i?j=k l") == "GET s3://b/c failed: https://h/i l"
 
 
 def test_without_a_server_the_way_out_is_one_line(

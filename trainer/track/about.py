@@ -15,7 +15,8 @@ from trainer.monitor.metrics_log import LONGEST_LINE, METRICS_LOG, parsed
 from trainer.runs.status import read_config
 
 Setting = str | int | float | bool | None
-_LOGIN = re.compile(r"://[^\s/@]*@")
+_LOGIN = re.compile(r"://[^\s/?#]*@")
+_QUERY = re.compile(r"(://[^\s?#]*)[?#]\S*")  # may sign the address
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def about(folder: Path) -> About:
         name=str(name or folder.resolve().name),
         folder=folder,
         begun=float(begun) if isinstance(begun, int | float) else 0.0,
-        settings={key: without_login(value) if isinstance(value, str) else value for key, value in flat(config)},
+        settings={key: without_secrets(value) if isinstance(value, str) else value for key, value in flat(config)},
     )
 
 
@@ -61,9 +62,9 @@ def as_text(value: Setting) -> str:
     return value if isinstance(value, str) else f"{value:.10g}" if isinstance(value, float) else json.dumps(value)
 
 
-def without_login(text: str) -> str:
-    """The text with no user name or password in its addresses."""
-    return _LOGIN.sub("://", text)
+def without_secrets(text: str) -> str:
+    """The text with no user name, password or query in its addresses."""
+    return _QUERY.sub(r"\1", _LOGIN.sub("://", text))
 
 
 def flat(tree: Any, key: str = "") -> Iterator[tuple[str, Setting]]:

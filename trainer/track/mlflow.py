@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from trainer.errors import TrainerError
-from trainer.track.about import About, as_text, without_login
+from trainer.track.about import About, as_text, without_secrets
 from trainer.track.journal import Batch, Standing
 from trainer.track.tracker import outages, repeated
 
@@ -103,7 +103,7 @@ class Mlflow:
     @property
     def place(self) -> str:
         """The address of the run's page."""
-        return f"{without_login(self._client.tracking_uri)}/#/experiments/{self._experiment}/runs/{self._run}"
+        return f"{without_secrets(self._client.tracking_uri)}/#/experiments/{self._experiment}/runs/{self._run}"
 
     def _differs(self, key: str, text: str) -> bool:
         """Whether a setting is not as its parameter says, or is so again after it was changed."""

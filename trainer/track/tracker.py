@@ -9,7 +9,7 @@ from typing import Protocol
 
 from trainer.errors import PassingError, TrainerError
 from trainer.monitor.trackers import Name
-from trainer.track.about import About, without_login
+from trainer.track.about import About, without_secrets
 from trainer.track.journal import Batch, Standing
 
 SHOWN_CHARACTERS = 300  # of a library's message
@@ -57,8 +57,8 @@ def _explained(error: BaseException) -> str:
     while isinstance(before := first.__cause__ or first.__context__ or (first.args or [None])[-1], BaseException):
         first = before
     if isinstance(first, ConnectionError | TimeoutError | socket.gaierror):
-        return f"cannot be reached: {first.strerror or first}"
-    text = without_login(" ".join(str(error).split()) or type(error).__name__)
+        return f"cannot be reached: {first.strerror or without_secrets(str(first))}"
+    text = without_secrets(" ".join(str(error).split()) or type(error).__name__)
     return f"failed: {text if len(text) <= SHOWN_CHARACTERS else f'{text[:SHOWN_CHARACTERS]}…'}"
 
 
