@@ -149,7 +149,7 @@ class Online:
 def test_a_server_gets_the_rows_that_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: int, starting_step: int, rows: range
 ) -> None:
-    journal = write(tmp_path / "run", [{"event": "attempt", "time": 0.0}], steps(1, noted)) / "metrics.jsonl"
+    journal = write(tmp_path / "run", begun(), steps(1, noted)) / "metrics.jsonl"
     standing = Standing(offset=journal.stat().st_size, highest=noted) if noted else Standing()
     write(tmp_path / "run", steps(noted + 1, 9))
     server, tracker = Online(starting_step), Wandb()

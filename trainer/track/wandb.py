@@ -57,12 +57,11 @@ class Wandb:
             self._row = standing.taken
             return standing
         self._had = had = self._begin().starting_step
-        if had == standing.taken + 1:
-            self._row = had
-            return standing
-        if had <= standing.taken:  # some rows, or all, have not arrived: send all, but skip those that have
+        if not standing.offset or had <= standing.taken:  # send all, but skip the rows that have arrived
             self._row = 0
-            return Standing(highest=max(0, had - 1))
+            return Standing(
+                highest=had - 1 if had and standing.repeats else 0
+            )  # then a row's step is unknown: send all
         self._row = standing.taken  # more has arrived than was noted: skip that
         return replace(standing, highest=standing.highest + had - 1 - standing.taken)
 
