@@ -21,6 +21,7 @@ from trainer.track.tracker import outages, repeated
 PROJECT = "lambert"  # unless WANDB_PROJECT names another
 CODES = {"running": DONE, "done": DONE, "stopped": STOPPED, "failed": FAILED, "killed": FAILED}
 COMPLETE = "complete"  # a file in an offline folder that was closed
+INIT_SECONDS = 30.0  # at most, for a server's first answer; the sender tries again later anyway
 LATE = "checkpoint"  # the family of metrics that are recorded when later steps have been taken
 
 
@@ -56,6 +57,8 @@ class Wandb:
             standing = standing if _complete(about) else Standing()
             self._row = standing.taken
             return standing
+        for folder in (about.folder / "wandb").glob(f"run-*-{about.id}"):  # what did not arrive is sent again
+            shutil.rmtree(folder, ignore_errors=True)
         self._had = had = self._begin().starting_step
         if not standing.offset or had <= standing.taken:  # send all, but skip the rows that have arrived
             self._row = 0
@@ -108,6 +111,7 @@ class Wandb:
         if self._run is None:
             assert self._about is not None
             settings = self._library.Settings(console="off", silent=True, save_code=False, x_disable_stats=True)
+            settings.init_timeout = min(self._settings.init_timeout, INIT_SECONDS)
             errors = self._library.errors
             with outages("wandb"):
                 try:
