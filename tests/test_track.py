@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -292,6 +293,35 @@ def test_without_a_server_the_way_out_is_one_line(
     assert send(folder) == 2
     said = "trainer.track: error: MLFLOW_TRACKING_URI is not set: set it to your server, such as http://localhost:5000"
     assert capsys.readouterr().err.splitlines() == [said]
+
+
+@pytest.mark.parametrize(
+    ("to", "variable", "value", "said"),
+    [
+        ("mlflow", "MLFLOW_TRACKING_URI", "mlruns", "MLFLOW_TRACKING_URI is no address: set it to your server"),
+        ("mlflow", "MLFLOW_TRACKING_URI", "ftp://u:secret@host", "mlflow failed: .*unsupported URI 'ftp://host'"),
+        ("wandb", "WANDB_MODE", "of", "wandb failed: .*Input should be 'online', 'offline'"),
+        ("wandb", "WANDB_PROJECT", "a/b", "wandb failed: Invalid project name 'a/b'"),
+    ],
+)
+def test_a_setting_that_a_library_refuses_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    to: str,
+    variable: str,
+    value: str,
+    said: str,
+) -> None:
+    import wandb
+
+    folder = write(tmp_path / "run", begun(), steps(1, 9), ended())
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv(variable, value)
+    assert send(folder, to) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.match(f"trainer.track: error: {said}", line)
 
 
 # ---- following a run -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ STATUS = {"running": "RUNNING", "done": "FINISHED", "failed": "FAILED", "stopped
 MOST_METRICS, MOST_PARAMS = 1000, 100  # in a request
 LONGEST_PARAM, LONGEST_TAG = 6000, 5000  # characters
 TRIES, SECONDS = 1, 20  # of a failed request again, and for an answer; the sender tries again later anyway
+_SET = "set it to your server, such as http://localhost:5000"
 
 
 class Mlflow:
@@ -28,11 +29,13 @@ class Mlflow:
     lasting = True
 
     def __init__(self) -> None:
-        from mlflow import MlflowClient, is_tracking_uri_set
+        from mlflow import MlflowClient, get_tracking_uri, is_tracking_uri_set
         from mlflow import environment_variables as variables
 
         if not is_tracking_uri_set():
-            raise TrainerError("MLFLOW_TRACKING_URI is not set: set it to your server, such as http://localhost:5000")
+            raise TrainerError(f"MLFLOW_TRACKING_URI is not set: {_SET}")
+        if "://" not in (address := get_tracking_uri()) and not address.startswith("databricks"):
+            raise TrainerError(f"MLFLOW_TRACKING_URI is no address: {_SET}")
         variables.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.set(True)
         limits = {variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES: TRIES, variables.MLFLOW_HTTP_REQUEST_TIMEOUT: SECONDS}
         for variable, value in limits.items():

@@ -104,16 +104,17 @@ def read_standing(path: Path) -> Standing:
 
 def tracker(name: Name) -> Tracker:
     """Make a tracker. Imports its library. Raises TrainerError if the user must change something first."""
-    match name:
-        case "mlflow":
-            from trainer.track.mlflow import Mlflow
+    with outages(name, TrainerError):
+        match name:
+            case "mlflow":
+                from trainer.track.mlflow import Mlflow
 
-            return Mlflow()
-        case "wandb":
-            from trainer.track.wandb import Wandb
+                return Mlflow()
+            case "wandb":
+                from trainer.track.wandb import Wandb
 
-            return Wandb()
-        case "tensorboard":
-            from trainer.track.tensorboard import EventFiles
+                return Wandb()
+            case "tensorboard":
+                from trainer.track.tensorboard import EventFiles
 
-            return EventFiles()
+                return EventFiles()

@@ -41,14 +41,14 @@ class Tracker(Protocol):
 
 
 @contextmanager
-def outages(name: Name) -> Iterator[None]:
-    """Raise whatever a tracker's library raises as one PassingError, with a message that has no password in it."""
+def outages(name: Name, kind: type[TrainerError] = PassingError) -> Iterator[None]:
+    """Raise whatever a tracker's library raises as one error, with a message that has no password in it."""
     try:
         yield
     except TrainerError:
         raise
     except Exception as error:
-        raise PassingError(f"{name} {_explained(error)}") from None
+        raise kind(f"{name} {_explained(error)}") from None
 
 
 def _explained(error: BaseException) -> str:

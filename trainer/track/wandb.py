@@ -35,7 +35,7 @@ class Wandb:
         import wandb
 
         self._library: Any = wandb
-        self._settings = wandb.setup().settings
+        self._settings = wandb.setup(wandb.Settings(silent=True)).settings
         if self._settings.mode == "disabled":
             raise TrainerError("wandb is switched off: set WANDB_MODE to online or offline, or run wandb enabled")
         self._offline = self._settings.mode in ("offline", "dryrun")
