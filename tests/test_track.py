@@ -285,6 +285,15 @@ def test_a_login_in_an_address_is_never_shown(
     assert without_secrets("GET s3://b/c#d failed: https://u@h/i?j=k l") == "GET s3://b/c failed: https://h/i l"
 
 
+def test_an_experiment_that_was_deleted_is_one_line(
+    tmp_path: Path, mlflow: MlflowServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow.experiment, mlflow.deleted = "lambert", True
+    assert send(write(tmp_path / "run", begun(), steps(1, 9))) == 1
+    said = "mlflow's experiment lambert was deleted: restore it, or set MLFLOW_EXPERIMENT_NAME to another"
+    assert capsys.readouterr().err.splitlines() == [f"trainer.track: error: {said}"] and not mlflow.runs
+
+
 def test_without_a_server_the_way_out_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

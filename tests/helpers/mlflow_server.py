@@ -17,6 +17,7 @@ class MlflowServer(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.experiment = ""  # its name, once it was created
+        self.deleted = False  # the experiment
         self.runs = dict[str, dict[str, Any]]()
         self.batches = 0  # requests with metrics
         self.broken = False  # answer 500 to everything
@@ -59,7 +60,8 @@ class Handler(BaseHTTPRequestHandler):
     def experiments_get_by_name(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if not self.server.experiment:
             return 404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "none"}
-        return 200, {"experiment": {"experiment_id": "7", "name": self.server.experiment, "lifecycle_stage": "active"}}
+        named = {"experiment_id": "7", "name": self.server.experiment}
+        return 200, {"experiment": named | {"lifecycle_stage": "deleted" if self.server.deleted else "active"}}
 
     def experiments_create(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.server.experiment = asked["name"]

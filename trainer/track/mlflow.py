@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from trainer.errors import TrainerError
+from trainer.errors import PassingError, TrainerError
 from trainer.track.about import About, as_text, without_secrets
 from trainer.track.journal import Batch, Standing
 from trainer.track.tracker import outages, repeated
@@ -113,12 +113,16 @@ class Mlflow:
         return self._params[key] != text or f"changed.{key}" in self._tags
 
     def _find_experiment(self) -> str:
+        from mlflow.entities import LifecycleStage
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
 
         if MLFLOW_EXPERIMENT_ID.get():
             return str(MLFLOW_EXPERIMENT_ID.get())
         name = MLFLOW_EXPERIMENT_NAME.get() or EXPERIMENT
         found = self._client.get_experiment_by_name(name)
+        if found is not None and found.lifecycle_stage == LifecycleStage.DELETED:
+            other = "restore it, or set MLFLOW_EXPERIMENT_NAME to another"
+            raise PassingError(f"mlflow's experiment {name} was deleted: {other}")
         return str(self._client.create_experiment(name) if found is None else found.experiment_id)
 
     def _set_tags(self, tags: dict[str, Any]) -> None:
