@@ -74,6 +74,13 @@ def test_what_is_no_place_for_a_run_is_refused(address: str) -> None:
         require_address(address)
 
 
+@pytest.mark.parametrize("address", ["https://host/run?sig=SECRET", "s3://b/a?sig=SECRET", "s3://key:SECRET@b/a/b"])
+def test_a_secret_in_an_address_is_not_printed(address: str) -> None:
+    with pytest.raises(TrainerError, match="name a folder such as") as error:
+        require_address(address)
+    assert "SECRET" not in str(error.value)
+
+
 def test_a_run_works_in_a_folder_that_is_named_like_its_address() -> None:
     assert local_folder(f"{ADDRESS}/", "/cache") == Path("/cache/runs/s3/bucket/runs/first")
 
@@ -136,6 +143,15 @@ def test_a_file_that_is_not_the_one_is_not_taken(there: Objects, tmp_path: Path)
         with pytest.raises(WrongFileError, match=f"{ADDRESS}/{key}"):
             there.read(key, limit)
     assert not list(tmp_path.iterdir())
+
+
+def test_keys_that_no_folder_can_have_are_skipped_and_odd_ones_are_kept(there: Objects, tmp_path: Path) -> None:
+    client = boto3.client("s3")
+    for key in ("", "tokenizer/", "tokenizer/../../outside", "tokenizer//x", "a b+c%20[x]é#1"):
+        client.put_object(Bucket="bucket", Key=f"runs/first/{key}", Body=b"content")
+    assert there.list() == {"a b+c%20[x]é#1": 7} and there.names() == {"tokenizer": None, "a b+c%20[x]é#1": 7}
+    Mirror(there, tmp_path / "own", lambda name: True, int, print).pull()
+    assert [path.name for path in tmp_path.rglob("*")] == ["own", "a b+c%20[x]é#1"]
 
 
 def test_a_file_is_created_only_once(there: Objects) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
-from data_prep.addresses import OBJECT_STORES
+from data_prep.addresses import OBJECT_STORES, without_query
 from data_prep.atomic import TEMPORARY, sync
 from data_prep.errors import DataError
 from data_prep.manifest import file_sha256
@@ -43,11 +43,13 @@ class WrongFileError(TrainerError, ValueError):
 def require_address(address: str) -> None:
     """Raise TrainerError unless files can be kept at ``address``."""
     kind, _, place = address.partition("://")
-    parts = place.rstrip("/").split("/")
+    bucket = place.split("/")[0]
+    if ":" in bucket and "@" in bucket:
+        raise TrainerError(f"an address that begins with {kind}:// contains a password: leave it out; {WANTED}")
     if kind not in OBJECT_STORES:
-        raise TrainerError(f"{address}: no run can be kept there; {WANTED}")
-    if len(parts) < 2 or any(part in ("", ".", "..") for part in parts) or "?" in place:
-        raise TrainerError(f"{address}: not a folder of an object store; {WANTED}")
+        raise TrainerError(f"{without_query(address)}: no run can be kept there; {WANTED}")
+    if "/" not in place.rstrip("/") or not _is_plain(place.rstrip("/")) or "?" in place:
+        raise TrainerError(f"{without_query(address)}: not a folder of an object store; {WANTED}")
 
 
 class Objects:
@@ -68,8 +70,8 @@ class Objects:
 
     def list(self, below: str = "") -> dict[str, int]:
         """The size in bytes of each file, or of each below a folder."""
-        found = self._found(below, "find")
-        return {name.removeprefix(f"{self.root}/"): entry["size"] for name, entry in found.items()}
+        found = {name.removeprefix(f"{self.root}/"): entry for name, entry in self._found(below, "find").items()}
+        return {name: entry["size"] for name, entry in found.items() if _is_plain(name)}
 
     def names(self) -> dict[str, int | None]:
         """The files and folders directly below the address: their sizes, None for a folder."""
@@ -107,7 +109,7 @@ class Objects:
         def get() -> None:
             from data_prep.downloads import download
 
-            temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}{TEMPORARY}")
+            temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{TEMPORARY}")
             try:
                 download(self.fs, f"{self.root}/{key}", temporary, limit, STALL, Event())
                 if size not in (None, found := temporary.stat().st_size):
@@ -219,3 +221,8 @@ class Objects:
         tried = "" if hopeless else f" ({len(WAITS) + 1} attempts)"
         advice = "check the address, your access rights, the space there and the network"
         return (TrainerError if hopeless else PassingError)(f"{where}: {shown(error)}{tried}; {advice}")
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a file may have this name: not a/../b, nor a/, which some tools put for an empty folder."""
+    return not {"", ".", ".."} & set(name.split("/"))
