@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -255,6 +256,28 @@ def test_a_mirror_follows_its_folder_and_gives_it_back(
     (tmp_path / "back/kept/b").unlink()
     back.push()
     assert there.list() == {}
+
+
+def test_files_that_others_remove_from_the_folder_meanwhile_stop_no_mirror(
+    there: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = mirror._version
+    for name in ("kept", "kept too"):
+        (tmp_path / name).write_text(name)
+
+    def vanish(path: Path) -> tuple[int, int]:
+        if path.name == "kept":
+            path.unlink()
+        return version(path)
+
+    monkeypatch.setattr(mirror, "_version", vanish)
+    own = Mirror(there, tmp_path, lambda name: True, int, print)
+    own.push()
+    assert there.list() == {"kept too": 8}
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        own.push()
+    assert there.list() == {"kept too": 8}
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------

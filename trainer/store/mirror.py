@@ -6,9 +6,11 @@ for a file of n bytes not before n / RATE seconds have passed: the journal of a 
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 
@@ -95,10 +97,14 @@ class Mirror:
             self._thread.join()
 
     def _changed(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder).as_posix()
-            if self.kept(name) and not name.endswith(TEMPORARY) and path.is_file():
-                yield name, _version(path)
+        """The files and their versions. Meanwhile, other ranks and threads create and remove files in the folder."""
+        for base, folders, files in os.walk(self.folder, onerror=_fail):
+            within = Path(base).relative_to(self.folder)
+            folders[:] = [name for name in folders if self.kept((within / name).as_posix())]
+            for name in ((within / each).as_posix() for each in files):
+                if self.kept(name) and not name.endswith(TEMPORARY):
+                    with suppress(FileNotFoundError):
+                        yield name, _version(self.folder / name)
 
     def _send(self, name: str) -> None:
         """Send a copy, so that a file that grows meanwhile arrives as it was."""
@@ -108,6 +114,10 @@ class Mirror:
             self.objects.put(copy, name)
         finally:
             copy.unlink(missing_ok=True)
+
+
+def _fail(error: OSError) -> None:
+    raise error  # a folder that cannot be read must not count as empty: its files would be removed at the address
 
 
 def _version(path: Path) -> tuple[int, int]:
