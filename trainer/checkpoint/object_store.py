@@ -1,9 +1,9 @@
 """An object store that keeps a run's checkpoints. The ranks need no common folder.
 
-Each rank writes its part to its node's own disk, sends it to where the checkpoint will be, and then sends a note of
-its size and sha256. Once all parts have arrived whole, rank 0 puts checkpoint.json there: without it there is no
-checkpoint.
-Removal begins with that file. So a kill at any moment leaves a whole checkpoint, or parts that a later save removes.
+Each rank writes its part to its node's own disk, sends it to where the checkpoint will be, and then puts an empty
+note there, whose name has the part's size and sha256: one listing brings rank 0 the notes of all ranks. Once all parts
+have arrived whole, rank 0 puts checkpoint.json there: without it there is no checkpoint. Removal begins with that file.
+So a kill at any moment leaves a whole checkpoint, or parts that a later save removes.
 
 To resume, each node fetches the checkpoint to its own disk. Its ranks share the work and check each file's sha256.
 """
@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -65,7 +67,8 @@ class ObjectStore:
         try:
             facts = part.write(folder)
             self.objects.put(folder / part.name, f"{draft.name}/{part.name}")
-            self.objects.write(_note(draft, part.rank), json.dumps(facts).encode())
+            note = f"{part.name}.{draft.mark}.{facts['bytes']}.{facts['sha256']}"
+            self.objects.write(f"{draft.name}/{note}", b"")
         finally:
             (folder / part.name).unlink(missing_ok=True)
             with suppress(OSError):  # another rank of this node still has its part there
@@ -73,11 +76,15 @@ class ObjectStore:
 
     def collect(self, draft: Draft, ranks: int, abandoned: Event) -> list[dict[str, Any]]:
         """Wait until all notes have arrived, and return what they say; empty if ``abandoned``."""
-        notes = [_note(draft, rank) for rank in range(ranks)]
-        while not self.objects.list(draft.name).keys() >= set(notes):
-            if abandoned.wait(POLL_SECONDS):
+        note = re.compile(rf"{draft.name}/(part-.+)\.{draft.mark}\.(\d+)\.([0-9a-f]+)", re.ASCII)
+        began = time.monotonic()
+        while True:
+            found = [known for key in self.objects.list(draft.name) if (known := note.fullmatch(key))]
+            if len(found) == ranks:
+                said = (known.groups() for known in found)
+                return sorted(({"name": n, "bytes": int(b), "sha256": s} for n, b, s in said), key=itemgetter("name"))
+            if abandoned.wait(max(POLL_SECONDS, (time.monotonic() - began) / 20)):
                 return []
-        return [json.loads(self.objects.read(note)) for note in notes]
 
     def publish(self, draft: Draft, listing: bytes) -> tuple[int, dict[str, str]]:
         """Put checkpoint.json, if every part is there with its full size, and then ``latest``."""
@@ -195,11 +202,6 @@ class ObjectStore:
 
 def _listing(name: str) -> str:
     return f"{name}/{LISTING}"
-
-
-def _note(draft: Draft, rank: int) -> str:
-    """The key of the note about a rank's part."""
-    return f"{draft.name}/part-{rank:05d}.{draft.mark}.json"
 
 
 def _step(name: str) -> int:
