@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -189,10 +190,13 @@ def test_a_lease_that_is_renewed_is_kept_and_a_dead_one_is_taken(
     with pytest.raises(TrainerError, match=f"{ADDRESS} is being written by process .*: wait until it ends"):
         take(there, 1.2, reported.append)
     assert seen.is_set() and len(reported) == 1 and "waiting up to 1 s for it to end" in reported[0]
-    first._ended.set()  # as if it was killed
+    first._ended.set()  # its thread ends, as if it was killed
     began = time.monotonic()
     second = take(there, 5, reported.append)
     assert time.monotonic() - began >= 0.6 and second.number == first.number + 1
+    with pytest.raises(TrainerError, match="no longer writes to"):
+        first.renew()
+    first._ended.clear()
     with pytest.raises(TrainerError, match="has been taken by another run"):
         first.renew()  # it was only slow
     second.renew()
@@ -312,7 +316,7 @@ def kept(there: Objects) -> dict[str, list[str]]:
 
 @pytest.fixture
 def store(there: Objects, tmp_path: Path) -> ObjectStore:
-    return ObjectStore(there, tmp_path / "node", lambda: None)
+    return ObjectStore(there, tmp_path / "node")
 
 
 def newest(store: ObjectStore, damaged: dict[str, str] | None = None) -> tuple[str, list[str]]:
@@ -331,7 +335,7 @@ def test_checkpoints_at_an_address_are_whole_kept_and_found_on_an_empty_disk(
         assert save(store, step, keep=2) == {}
     assert kept(there) == {"step-00000020": FILES, "step-00000030": FILES, "latest": [""]}
     assert not list((tmp_path / "node").iterdir())
-    other = ObjectStore(there, tmp_path / "other", lambda: None)
+    other = ObjectStore(there, tmp_path / "other")
     assert newest(other) == ("step-00000030", []) and other.disprove("step-00000030", WORLD) == ""
     assert load_weights(other.found("step-00000030"))["a"].tolist() == [30.0] * 100
     other.amend(other.found("step-00000030"), step=31)
@@ -371,14 +375,28 @@ def test_a_part_that_is_gone_or_cut_stops_a_publication(store: ObjectStore, ther
     assert newest(store) == ("", [])
 
 
-def test_a_run_that_may_not_write_any_more_publishes_nothing(there: Objects, tmp_path: Path) -> None:
-    def refuse() -> None:
-        raise TrainerError("taken")
-
-    store = ObjectStore(there, tmp_path / "node", refuse)
-    with pytest.raises(TrainerError, match="taken"):
-        save(store, 10)
-    assert newest(store) == ("", [])
+def test_a_run_that_has_lost_its_lease_changes_nothing(there: Objects, tmp_path: Path) -> None:
+    own = take(there, 0, print)
+    slow = ObjectStore(there, tmp_path / "slow", own)
+    save(slow, 10)
+    draft = begin(slow, 20)
+    for rank in (0, 1):
+        slow.deposit(draft, part_of(rank, 20))
+    parts = slow.collect(draft, 2, threading.Event())
+    other = Lease(there, own.number + 1)
+    there.write(other.name, json.dumps(other._content).encode())
+    there.write("step-00000030/part-of-another-run", b"on its way")
+    before = there.list()
+    late = partial(slow.deposit, begin(slow, 10), part_of(0, 11))
+    with pytest.raises(TrainerError, match="has been taken by another run"):
+        late()  # it does not know yet, and this would remove what the other run is saving
+    publish = partial(slow.publish, draft, listing({"a": torch.Size([100])}, parts, {}))
+    for action in (late, partial(begin, slow, 40), publish, partial(slow.remove, range(40))):
+        with pytest.raises(TrainerError, match="has been taken by another run"):
+            action()
+    with pytest.raises(TrainerError, match="has been taken by another run"):
+        slow.amend(slow.newest({}, lambda found: None)[0], step=0)  # type: ignore[arg-type]
+    assert there.list() == before
 
 
 def test_damage_at_the_address_is_seen_and_a_dead_server_is_not_taken_for_it(

@@ -49,7 +49,7 @@ def fetched(place: Path | str, tell: Tell, count: int | None = None, cache: str 
         for path in named(folder):
             if not any(key.startswith(f"{path.name}/") for key in there):
                 remove(path)
-        names = _fetch_checkpoints(ObjectStore(objects, folder, lambda: None), name, count or 1, tell)
+        names = _fetch_checkpoints(ObjectStore(objects, folder), name, count or 1, tell)
     return folder if count is not None else folder / names[0]
 
 

@@ -30,21 +30,25 @@ from trainer.checkpoint.reading import LARGEST_LISTING, LISTING, Check, Checkpoi
 from trainer.checkpoint.store import Draft, outdated
 from trainer.errors import PassingError, TrainerError
 from trainer.ranks.world import World
+from trainer.store.lease import Lease
+from trainer.store.mirror import Mirror
 from trainer.store.objects import LARGEST, Objects, WrongFileError
 
-POLL_SECONDS = 0.5  # between two looks for the other ranks' notes
+POLL_SECONDS = 0.5  # between two looks for the other ranks' notes; in a long save, a twentieth of the time so far
 _KEY = re.compile(r"(step-\d{8,})/.+", re.ASCII)
 
 
 class ObjectStore:
     """Keeps checkpoints at the address of ``objects``. It is a `trainer.checkpoint.store.Store`.
 
-    ``folder``: on this node's own disk, shared by its ranks. Rank 0 calls ``ready`` before a checkpoint appears or
-    changes; it raises TrainerError if this run may no longer write there.
+    ``folder``: on this node's own disk, shared by its ranks. Rank 0 of a run also has the ``lease`` on the address, and
+    changes nothing once it is lost, and the ``mirror`` of its files, which is pushed before a checkpoint appears.
     """
 
-    def __init__(self, objects: Objects, folder: Path, ready: Callable[[], None]) -> None:
-        self.objects, self.folder, self.ready = objects, folder, ready
+    def __init__(
+        self, objects: Objects, folder: Path, lease: Lease | None = None, mirror: Mirror | None = None
+    ) -> None:
+        self.objects, self.folder, self.lease, self.mirror = objects, folder, lease, mirror
         self._stuck: dict[str, str] = {}  # what the running save could not remove, with the reasons
 
     def place(self, name: str) -> str:
@@ -52,11 +56,16 @@ class ObjectStore:
         return f"{self.objects.address}/{name}"
 
     def begin(self, name: str) -> str:
-        """Draw the mark of the ranks' notes, so that none of an earlier save counts. Asks no server."""
+        """Draw the mark of the ranks' notes, so that none of an earlier save counts. Asks no server.
+
+        Raises TrainerError if the lease is lost: no rank may then send its part, which could replace another run's.
+        """
+        if self.lease is not None and self.lease.lost:
+            raise TrainerError(self.lease.lost)
         return secrets.token_hex(4)
 
     def deposit(self, draft: Draft, part: Part) -> None:
-        """Write the part to disk, send it, and then a note with its size and sha256."""
+        """Write the part to disk, send it, and then put the note."""
         for path in (*self.folder.glob(".step-*.tmp"), *checkpoint.named(self.folder)):
             if not path.name.endswith(f".{draft.mark}.tmp"):
                 remove(path)  # of a killed save, or what this run has resumed from
@@ -93,8 +102,10 @@ class ObjectStore:
         for key, size in sizes.items():
             if there.get(key) != size:
                 raise PassingError(f"{self.objects.address}/{key} has {there.get(key, 0):,} bytes instead of {size:,}")
+        if self.mirror is not None:
+            self.mirror.push()
+        self._require_lease()
         self.objects.delete(*(key for key in there if key not in sizes))
-        self.ready()
         self.objects.write(f"{draft.name}/{LISTING}", listing)
         size = sum(sizes.values()) + len(listing)
         try:
@@ -116,13 +127,14 @@ class ObjectStore:
 
     def remove(self, steps: range) -> list[str]:
         """Remove the checkpoints of these steps."""
+        self._require_lease()
         gone = {name: keys for name, keys in self._by_name().items() if _step(name) in steps}
         return list(self._remove(gone).values())
 
     def amend(self, found: Checkpoint, **changes: Any) -> None:
         """Put another checkpoint.json in place of the checkpoint's own."""
         name = found.folder.name
-        self.ready()
+        self._require_lease()
         self._point_to(name)
         content = self.objects.read(_listing(name), LARGEST_LISTING)
         self.objects.write(_listing(name), amended(content, **changes))
@@ -164,11 +176,17 @@ class ObjectStore:
         except TrainerError as error:
             raise type(error)(str(error).replace(str(folder), self.place(name))) from None
 
+    def _require_lease(self) -> None:
+        """Raise TrainerError if another run has the address."""
+        if self.lease is not None:
+            self.lease.renew()
+
     def _make_room(self, draft: Draft) -> None:
         """Remove what killed saves left at the address, and the listing of a damaged checkpoint of this step.
 
         Meanwhile, other ranks may already be sending their parts of ``draft``.
         """
+        self._require_lease()
         there = self._by_name()
         if _listing(draft.name) in there.pop(draft.name, {}):
             self.objects.delete(_listing(draft.name))

@@ -77,7 +77,7 @@ def store_of(config: Config) -> Store:
     """The place that keeps a run's checkpoints, for reading. Raises TrainerError if it is not a valid address."""
     if not is_remote(config.run.folder):
         return SharedFolder(Path(config.run.folder))
-    return ObjectStore(Objects(config.run.folder), working_folder(config), _always)
+    return ObjectStore(Objects(config.run.folder), working_folder(config))
 
 
 def try_address(config: Config, world: World, tell: Tell) -> None:
@@ -120,7 +120,7 @@ def _open_folder(config: Config, world: World, tell: Tell) -> Home:
 def _open_address(config: Config, world: World, tell: Tell) -> Home:
     address, folder, wait = config.run.folder, working_folder(config), patience(config)
     objects = together(partial(Objects, address), world)
-    home = Home(folder, ObjectStore(objects, folder, _always), None)
+    home = Home(folder, ObjectStore(objects, folder), None)
 
     def take_address() -> None:
         require_own_files(objects.names(), address)
@@ -129,7 +129,11 @@ def _open_address(config: Config, world: World, tell: Tell) -> Home:
         home.lease.keep(partial(_seen, home), partial(_lost, home, tell), tell)
 
     def take_folder() -> None:
-        home.lock = hold(folder, wait, tell)
+        try:
+            home.lock = hold(folder, wait, tell)
+        except TrainerError as error:
+            own = ", or let cache.folder be on a disk of each node's own" if world.size > world.local_size else ""
+            raise TrainerError(f"{error}{own}") from None
         for path in folder.iterdir():
             if (_is_mirrored(path.name) or is_name(path.name) or path.name == STOP_FILE) and (reason := remove(path)):
                 raise TrainerError(f"{reason}: remove what is in the way, or set cache.folder to another folder")
@@ -141,7 +145,7 @@ def _open_address(config: Config, world: World, tell: Tell) -> Home:
         mirror.pull()
         home.lease.renew()  # or it was lost in the meantime
         mirror.start()
-        home.mirror, home.store = mirror, ObjectStore(objects, folder, partial(_ready, home.lease, mirror))
+        home.mirror, home.store = mirror, ObjectStore(objects, folder, home.lease, mirror)
         tell(f"{address}: working in {folder}")
 
     try:
@@ -152,16 +156,6 @@ def _open_address(config: Config, world: World, tell: Tell) -> Home:
         home.close()
         raise
     return home
-
-
-def _ready(lease: Lease, mirror: Mirror) -> None:
-    """Bring the journal to the address before a checkpoint, if the lease is still held."""
-    lease.renew()
-    mirror.push()
-
-
-def _always() -> None:
-    """What a reader does before a checkpoint appears: nothing, since it writes none."""
 
 
 def _seen(home: Home, names: Iterable[str]) -> None:

@@ -51,7 +51,12 @@ class Lease:
         return f"lease-{self.number:08d}.json"
 
     def renew(self) -> dict[str, int | None]:
-        """Write it again. Returns the names at the address. Raises TrainerError if another run has taken it."""
+        """Write it again. Returns the names at the address.
+
+        Raises TrainerError if another run has taken it, or if it has been released.
+        """
+        if self.lost or self._ended.is_set():
+            raise TrainerError(self.lost or f"this run no longer writes to {self.objects.address}")
         names = self.objects.names()
         own = _read(self.objects, self.number) if self.name in names else self._content
         if (newest := _newest(names)) > self.number or own["token"] != self._content["token"]:
