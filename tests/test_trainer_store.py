@@ -375,6 +375,22 @@ def test_a_part_that_is_gone_or_cut_stops_a_publication(store: ObjectStore, ther
     assert newest(store) == ("", [])
 
 
+def test_what_a_killed_download_and_an_earlier_save_left_in_a_copy_does_no_harm(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    save(store, 10)
+    copy = tmp_path / "node/step-00000010"
+    copy.mkdir()
+    (copy / "part-00000-of-00001.safetensors").write_bytes(b"of a save by one rank")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", lambda path, target: None)  # as if killed before
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+        store.objects.get(f"step-00000010/{FILES[1]}", copy / FILES[1], 1 << 20)
+    assert len(list(copy.iterdir())) == 2
+    assert store.disprove("step-00000010", WORLD) == ""
+    assert list(store.found("step-00000010").parts) == FILES[1:]
+
+
 def test_a_run_that_has_lost_its_lease_changes_nothing(there: Objects, tmp_path: Path) -> None:
     own = take(there, 0, print)
     slow = ObjectStore(there, tmp_path / "slow", own)

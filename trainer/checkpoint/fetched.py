@@ -102,12 +102,12 @@ def _is_small(key: str) -> bool:
 
 
 def _fetch(objects: Objects, folder: Path, sizes: Mapping[str, int]) -> None:
-    """Fetch files, except a journal that has not grown."""
+    """Fetch files, except a journal that has not grown. A run may replace its own meanwhile, of another size."""
     for key, size in sizes.items():
         path = folder / key
         if not (key == "metrics.jsonl" and path.is_file() and path.stat().st_size == size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            objects.get(key, path, LARGEST, size=size)
+            objects.get(key, path, LARGEST, size=None if key in SMALL else size)
 
 
 @contextmanager

@@ -154,6 +154,9 @@ class ObjectStore:
         """Fetch this rank's share of the parts to its node, and check their sha256. Empty if they are intact."""
         try:
             found = self._open(name)
+            for path in found.folder.glob("part-*") if world.is_local_main else ():
+                if path.name not in found.parts:  # of an earlier save of this step, by another number of ranks
+                    remove(path)
             for part in list(found.parts)[world.local_rank :: world.local_size]:
                 target, sha256 = found.folder / part, found.parts[part]
                 if not (target.is_file() and file_sha256(target) == sha256):
