@@ -135,8 +135,9 @@ def test_another_number_of_ranks_goes_on_and_a_request_at_the_address_stops_it(
     assert code == 0 and f"the run will continue from {ADDRESS}/step-00000012" in said and objects() == before, said
     more = ("--set", "phases.0.steps=4000", "--set", "checkpoint.keep=1", "--set", "checkpoint.every_steps=1000000")
     [one] = start(config, tmp_path / "c", more=more)
-    wait_for(lambda: b'"step": 20,' in objects().get(METRICS_LOG, b""), one)
-    boto3.client("s3").put_object(Bucket="bucket", Key=f"{PREFIX}stop-request", Body=b"")
+    client, own = boto3.client("s3"), {"Bucket": "bucket", "Key": f"{PREFIX}{METRICS_LOG}"}
+    wait_for(lambda: b'"step": 20,' in client.get_object(**own)["Body"].read(), one)
+    client.put_object(Bucket="bucket", Key=f"{PREFIX}stop-request", Body=b"")
     [(code, said)] = ranks.finish([one])
     assert code == STOPPED and f"resumed from {ADDRESS}/step-00000012" in said, said
     there = objects()
@@ -204,8 +205,9 @@ def test_a_read_only_bucket_and_a_second_run_are_refused(config: Path, tmp_path:
     [(code, said)] = ranks.finish(start(config, tmp_path / "a", more=more))
     assert code == REFUSED and f"error: {folder} is being written by process" in said and len(objects()) == 1, said
     lock.close()
+    server.faults = [Fault("PUT", METRICS_LOG, "slow 0")]
     [one] = start(config, tmp_path / "b", more=more)
-    wait_for(lambda: METRICS_LOG in objects(), one)
+    wait_for(lambda: server.faults[0].met, one)
     began = time.monotonic()
     [(code, said)] = ranks.finish(start(config, tmp_path / "c", more=more))
     assert code == REFUSED and f"error: {ADDRESS} is being written by process {one.pid} of " in said, said

@@ -38,8 +38,16 @@ CODES = {"full": FAILED, "forbidden": REFUSED, "error": FAILED, "cut": FAILED}
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[FaultyS3]:
-    with faulty() as found:
+    with faulty() as found, pytest.MonkeyPatch.context() as patch:
+        sign_in(found.address, patch)
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")
         yield found
+
+
+@pytest.fixture(scope="module")
+def client(running: FaultyS3) -> Objects:
+    """The address for all tests: its client takes half a second to create."""
+    return Objects(ADDRESS)
 
 
 @pytest.fixture
@@ -50,21 +58,20 @@ def server(running: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> FaultyS3:
     monkeypatch.setattr(objects, "SLOWEST", 1e9)
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(object_store, "POLL_SECONDS", 0.05)
-    sign_in(running.address, monkeypatch)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     running.empty("bucket")
     return running
 
 
 @pytest.fixture
-def impatient(server: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an answer take no longer than seconds."""
-    monkeypatch.setattr(objects, "STALL", 2.0)
+def impatient(there: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an answer take no longer than a second."""
+    there.names()  # a client's first request takes longer
+    monkeypatch.setattr(objects, "STALL", 1.0)
 
 
 @pytest.fixture
-def there(server: FaultyS3) -> Objects:
-    return Objects(ADDRESS)
+def there(server: FaultyS3, client: Objects) -> Objects:
+    return client
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------
@@ -165,18 +172,19 @@ def test_a_file_is_created_only_once(there: Objects) -> None:
 
 
 def test_one_of_many_takes_the_lease_and_its_release_lets_the_next_one_in(server: FaultyS3) -> None:
-    def attempt(number: int) -> Lease | None:
+    def attempt(there: Objects) -> Lease | None:
         try:
-            return take(Objects(ADDRESS), 0, lambda text: None)
+            return take(there, 0, lambda text: None)
         except TrainerError as error:
             assert "is being written by process" in str(error)
             return None
 
+    runs = [Objects(ADDRESS) for _ in range(3)]
     for _ in range(2):
         with ThreadPoolExecutor(3) as pool:
-            [held] = filter(None, pool.map(attempt, range(3)))
+            [held] = filter(None, pool.map(attempt, runs))
         held.release()
-    assert Objects(ADDRESS).names().keys() == {held.name}
+    assert runs[0].names().keys() == {held.name}
 
 
 def test_a_lease_that_is_renewed_is_kept_and_a_dead_one_is_taken(

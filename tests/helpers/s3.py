@@ -86,7 +86,7 @@ def faulty() -> Iterator[FaultyS3]:
     found = FaultyS3()
     application = found.around(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, application, True, request_handler=MotoRequestHandler)
-    thread = Thread(target=server.serve_forever, daemon=True)
+    thread = Thread(target=server.serve_forever, args=(0.05,), daemon=True)  # seconds until it sees its end
     thread.start()
     found.address = f"http://127.0.0.1:{server.server_port}"
     try:
