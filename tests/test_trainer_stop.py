@@ -15,6 +15,8 @@ from tests.helpers import ranks
 from tests.helpers.file_server import Server
 from tests.helpers.runs import lines, wait_for, write_config
 from trainer.data.order import Order
+from trainer.exits import STOPPED
+from trainer.run.lock import hold
 
 pytestmark = pytest.mark.slow
 
@@ -117,3 +119,25 @@ def test_a_rank_that_has_its_data_stops_those_that_wait(tmp_path: Path) -> None:
     forked[2].send_signal(signal.SIGUSR1)
     ended = ranks.finish(forked, timeout=60)
     assert [code for code, _ in ended] == [75] * 3, ended
+
+
+def test_a_stop_while_another_run_holds_the_folder_is_kept(tiny_shards: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_shards, 100_000, metrics={"port": None, "log_every_steps": 1})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = hold(folder, 0, print)
+    assert lock is not None
+    with lock:
+        [rank] = ranks.fork(1, "trainer/__main__.py", "--config", str(config))
+        wait_for(lambda: _catches(rank.pid, signal.SIGTERM), rank, timeout=60)
+        rank.send_signal(signal.SIGTERM)
+    [(code, said)] = ranks.finish([rank])
+    assert code == STOPPED and "is being written by" in said, said
+    assert lines(folder, "end")[-1]["how"] == "stopped"
+
+
+def _catches(process: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{process}/status").read_text()
+    [caught] = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(caught >> (number - 1) & 1)

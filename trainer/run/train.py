@@ -30,7 +30,7 @@ from trainer.run.diagnosis import diagnose
 from trainer.run.evaluation import evaluate
 from trainer.run.folder import forget_end, leave_configuration, leave_end
 from trainer.run.fresh import build_model, start
-from trainer.run.home import Home, open_home
+from trainer.run.home import Home, open_home, working_folder
 from trainer.run.phases import PhaseData, Plan, remaining
 from trainer.run.resume_checks import (
     identity,
@@ -47,13 +47,12 @@ from trainer.run.stop_request import requested
 class Run:
     """The parts of one run on one rank, and what they do at a step boundary when they are due."""
 
-    def __init__(self, plan: Plan, world: World, home: Home) -> None:
+    def __init__(self, plan: Plan, world: World, home: Home, stop: Stop) -> None:
         config = plan.config
         self.plan, self.config, self.phases, self.world = plan, config, plan.phases, world
         self.folder, self.store = home.folder, home.store
         self.say = say if world.is_main else silent
-        asked = partial(requested, self.folder, self.say) if world.is_main else None
-        self.stop = Stop(world, config.metrics.log_every_steps, asked)
+        self.stop = stop
         self.guard = Guard(config.guard)
         watch = Stopwatch(world.device)
         self.identity = together(partial(identity, plan), world)  # once: a save reads no other files
@@ -330,8 +329,10 @@ def train(plan: Plan, world: World) -> TrainState:
 
     Returns the last state; its phase is past the last one unless the run was stopped.
     """
+    asked = partial(requested, working_folder(plan.config), say) if world.is_main else None
+    stop = Stop(world, plan.config.metrics.log_every_steps, asked)  # before a wait for the run's home
     with closing(open_home(plan.config, world)) as home:
-        run = Run(plan, world, home)
+        run = Run(plan, world, home, stop)
         try:
             state = run.restore()
             run.describe(state)
