@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> bench.Bench:
         monkeypatch.setattr(torch.cuda, name, lambda *given: None)
     for name in ("max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 3 * GIB)
-    monkeypatch.setattr(bench.gc, "collect", lambda: 0)  # takes a second among all that the tests have imported
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes a second among all that the tests have imported
     properties = SimpleNamespace(total_memory=40 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return found

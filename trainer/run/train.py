@@ -329,8 +329,7 @@ def train(plan: Plan, world: World) -> TrainState:
 
     Returns the last state; its phase is past the last one unless the run was stopped.
     """
-    asked = partial(requested, working_folder(plan.config), say) if world.is_main else None
-    stop = Stop(world, plan.config.metrics.log_every_steps, asked)  # before a wait for the run's home
+    stop = _listen(plan, world)  # before a wait for the run's home
     with closing(open_home(plan.config, world)) as home:
         run = Run(plan, world, home, stop)
         try:
@@ -349,6 +348,12 @@ def train(plan: Plan, world: World) -> TrainState:
         finally:
             home.settle()
             run.metrics.linger()
+
+
+def _listen(plan: Plan, world: World) -> Stop:
+    """Begin to take signals and, on rank 0, requests to stop."""
+    asked = partial(requested, working_folder(plan.config), say) if world.is_main else None
+    return Stop(world, plan.config.metrics.log_every_steps, asked)
 
 
 def _train(run: Run, state: TrainState) -> TrainState:
