@@ -424,7 +424,7 @@ def test_without_a_token_nothing_can_be_stopped(runs: Path, served: Endpoint) ->
 
 
 class Reader(HTMLParser):
-    """What a browser takes from a page: its tags, and the text in scripts and styles."""
+    """The parts of a page that a browser acts on: its tags, and the text in scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def steps(first: int, last: int, loss: float = 5.0) -> Records:
 
 
 def begun(at: int = 0, attempt: int = 0) -> Records:
-    """How an attempt begins that goes on from step ``at``."""
+    """The first records of an attempt that goes on from step ``at``."""
     started = {"event": "start", "time": 1.7e9, "step": at, "rolled_back": 0, "run": "first", "torch": "2.12"}
     return [{"event": "attempt", "time": 1.7e9 + attempt, "restarts": attempt}, started]
 

@@ -118,7 +118,7 @@ def test_ranks_without_a_common_disk_are_killed_in_mid_upload_and_go_on_bit_for_
 
 
 def place_files(run: Path) -> set[str]:
-    """What a run leaves in its folder besides checkpoints."""
+    """The files that a run leaves in its folder besides checkpoints."""
     return {p.name for p in run.iterdir() if not p.name.startswith((".", "step-"))} - {"latest"}
 
 

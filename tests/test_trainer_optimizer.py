@@ -238,7 +238,7 @@ def test_every_bias_and_layer_norm_is_undecayed_and_every_matrix_decayed() -> No
 
 
 def partitioned(stage: int, **changed: Any) -> dict[str, Any]:
-    """What ``read_partition`` is given after DeepSpeed has initialized two parameters on one rank."""
+    """The arguments of ``read_partition`` after DeepSpeed has initialized two parameters on one rank."""
     row = torch.arange(12.0)
     module = nn.Module()
     module.a, module.b = nn.Parameter(row[:6].view(2, 3)), nn.Parameter(row[6:11])

@@ -102,7 +102,7 @@ def place(order: Order, option: str = "--kube-context") -> list[str]:
 
 
 def summary(order: Order, manifests: str) -> str:
-    """How to watch and stop the release."""
+    """Commands that watch and stop the release."""
     name, pods = order.name, f"--selector app.kubernetes.io/instance={order.name}"
     kubectl, helm = (shlex.join([each, *place(order, way)]) for each, way in CONTEXT.items())
     progress = f"          {kubectl} get trainjob {name} -o jsonpath='{{.status.trainerStatus}}'\n"

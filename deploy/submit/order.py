@@ -1,4 +1,4 @@
-"""What is to be submitted, the planner's verdict on it, and the program that takes it."""
+"""A run to be submitted, the planner's verdict on it, and the program that takes it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Order:
         return self.config.run.device == "cpu"
 
     def size(self) -> str:
-        """How large it is, to read."""
+        """The number of nodes and ranks, as text."""
         nodes = "1 node" if self.options.nodes == 1 else f"{self.options.nodes} nodes"
         return f"{nodes}, {self.ranks} rank{'s'[: self.ranks > 1]}"
 
@@ -89,7 +89,7 @@ def planned(order: Order, config: Config) -> Plan | None:
 
 
 def verdict(plan: Plan) -> str:
-    """What the planner says of a run that fits, in one line."""
+    """The planner's verdict on a run that fits, in one line."""
     need = sum(plan.memory_bytes[plan.zero_stage].values()) / GIB
     cost = "" if plan.cost is None else f", cost {plan.cost:,.2f}"
     return (

@@ -63,7 +63,7 @@ def command(order: Order, copy: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """What the script reads: this Python, unless PYTHON names another, and this checkout."""
+    """The variables that the script reads: this Python, unless PYTHON names another, and this checkout."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHON": os.environ.get("PYTHON", sys.executable), "PYTHONPATH": ":".join(dict.fromkeys(paths))}
 

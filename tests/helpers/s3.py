@@ -27,7 +27,7 @@ ERRORS = {
 
 @dataclass
 class Fault:
-    """What happens to the requests of a method whose path contains ``key``, ``times`` at most."""
+    """A fault in the answers to requests of a method whose path contains ``key``, at most ``times`` times."""
 
     method: str  # PUT, GET, …
     key: str

@@ -47,7 +47,7 @@ SCHEMA = {
 
 
 def problem(body: dict[str, Any]) -> str:
-    """What Trainer's API does not take in the body of a post; empty if it takes all."""
+    """The first fault that Trainer's API finds in the body of a post; empty if it takes the body."""
     try:
         kept = models.TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body).to_dict()
         jsonschema.validate(body["trainerStatus"], SCHEMA)
@@ -58,7 +58,7 @@ def problem(body: dict[str, Any]) -> str:
 
 @dataclass
 class Received:
-    """What the server got and did."""
+    """The posts that the server got, and its answers."""
 
     address: StatusServer
     posts: list[dict[str, Any]] = field(default_factory=list)  # each trainerStatus that was taken

@@ -1,4 +1,4 @@
-"""What the tests of submissions share."""
+"""Helpers that the tests of both queues' submissions share."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def settings(path: Path) -> dict[str, Any]:
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """What a run's summary was set to, without the last values of its history."""
+    """A run's summary as it was set, without the last values of its history."""
     found = dict[str, Any]()
     for record in messages(path):
         if record.WhichOneof("record_type") == "summary":

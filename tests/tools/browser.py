@@ -97,7 +97,7 @@ class Browser:
         self.call("Page.navigate", url=address)
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, awaited."""
+        """The value of a JavaScript expression, awaited."""
         found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")

@@ -27,7 +27,7 @@ class Store(Protocol):
     """The place where a run's checkpoints are kept. Its methods raise OSError or TrainerError."""
 
     def place(self, name: str) -> str:
-        """Where a checkpoint is, in words for people."""
+        """A checkpoint's place, as text for people."""
 
     def begin(self, name: str) -> str:
         """Begin a save and return its mark, which all ranks then get. Rank 0 calls it at a step boundary."""

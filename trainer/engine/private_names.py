@@ -57,7 +57,7 @@ NAMES = (HOOKS, REDUCE, OPS, NORM, ORDER, MASTERS, SHARD)
 
 
 def find(owner: Any, private: PrivateName, tell: Tell, count: int | None = None) -> Any:
-    """What ``owner`` has under a private name: ``count`` things, if given. None, after one line, if it lacks that."""
+    """The value of a private name of ``owner``: ``count`` things, if given. None, after one line, if it lacks that."""
     found = _look(owner, private, count)
     if found is None:
         warn(f"{_lacks(private)}: {private.without} (tested: {', '.join(TESTED)})", tell)
@@ -65,7 +65,7 @@ def find(owner: Any, private: PrivateName, tell: Tell, count: int | None = None)
 
 
 def need(owner: Any, private: PrivateName, feature: str, instead: str, count: int | None = None) -> Any:
-    """What ``owner`` has under a private name, as in `find`. Raises TrainerError if ``feature`` lacks what it needs."""
+    """The same as `find`, but without the value it raises TrainerError: ``feature`` needs it."""
     found = _look(owner, private, count)
     if found is None:
         raise refusal(private, f"which {feature} needs", instead)

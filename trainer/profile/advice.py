@@ -1,4 +1,4 @@
-"""What bounds a run's speed, in one sentence, and what to change. Pure."""
+"""One sentence on what bounds a run's speed and what to change. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def busy_share(found: Breakdown, timing: Timing, cuda: bool) -> float:
 
 
 def advise(found: Breakdown, timing: Timing, setting: Setting) -> str:
-    """What bounds the step, and what to change, as a sentence."""
+    """A sentence on what bounds the step and what to change."""
     step = timing.milliseconds
     if timing.waited >= WAITING * step:
         return (

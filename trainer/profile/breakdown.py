@@ -1,4 +1,4 @@
-"""Where the time of a profiled step goes: every moment of it belongs to one part of the step, or is idle.
+"""The time of a profiled step by part: every moment of it belongs to one part, or is idle.
 
 If several pieces of work run at once, the moment belongs to computation before copies, and to copies before the
 reduction over ranks. So a reduction counts only while nothing else runs; the rest of it is hidden.
@@ -102,7 +102,7 @@ def break_down(recording: Recording) -> Breakdown:
 
 
 def uncovered(cover: tuple[Times, Times], begins: Times, ends: Times) -> tuple[Times, tuple[Times, Times]]:
-    """How much of each stretch is not covered by ``cover`` or by an earlier stretch; and the cover with all of them.
+    """The uncovered length of each stretch, outside ``cover`` and earlier stretches; and the cover with all of them.
 
     ``begins``, ``ends`` (n,): stretches in the order of ``begins``. A cover is the begins and ends of disjoint
     stretches in order.
@@ -124,7 +124,7 @@ def union(begins: Times, ends: Times) -> tuple[Times, Times]:
 
 
 def covered(cover: tuple[Times, Times], begins: Times, ends: Times) -> Times:
-    """How much of each stretch ``cover`` covers."""
+    """The length of each stretch that ``cover`` covers."""
     if not len(cover[0]):
         return np.zeros_like(begins)
     edges = np.stack(cover, axis=1).ravel()

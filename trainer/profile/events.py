@@ -1,4 +1,4 @@
-"""What a trace holds: the marks of the host, the work of the device, and the calls that launched it.
+"""The events of a trace: the marks of the host, the work of the device, and the calls that launched it.
 
 A trace is the JSON that ``torch.profiler`` exports, in the format of Chrome's trace viewer: each event has a category
 (``cat``), a name, a start (``ts``) and a duration (``dur``), both in microseconds. On a GPU, the work is its kernels,
@@ -34,7 +34,7 @@ _PART_AFTER = {
 
 
 class Mark(NamedTuple):
-    """What the host does from ``at`` on, in ms."""
+    """A part of the step that the host begins at ``at``, in ms."""
 
     at: float
     name: str
@@ -109,7 +109,7 @@ def recording_of(tree: dict[str, Any], cuda: bool) -> Recording:
 
 
 def spans_of_marks(tree: dict[str, Any], recording: Recording) -> list[dict[str, Any]]:
-    """What the host does after each mark, as events of a trace: a row of its own, in the process that trains."""
+    """The host's parts of the step as events of a trace: a row of its own, in the process that trains."""
     first, *_ = _annotations(tree)
     place = {"pid": first["pid"], "tid": 0}
     row = [{"ph": "M", "name": "thread_name", **place, "args": {"name": "Lambert: the step's parts"}}]

@@ -19,7 +19,7 @@ SLOWED = 0.15  # from this share on, the profiler's own time is worth a note
 
 @dataclass(frozen=True)
 class RankTimes:
-    """How long one rank works in a step."""
+    """The time that one rank works in a step."""
 
     rank: int
     host: str

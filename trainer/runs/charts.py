@@ -68,7 +68,7 @@ CHARTS = (
 
 
 def describe(chart: Chart) -> dict[str, Any]:
-    """What the page must know to draw a chart."""
+    """The facts that the page needs to draw a chart."""
     own = {key: getattr(chart, key) for key in ("name", "form", "logarithm", "zero")}
     return {**own, "unit": _PANELS[chart.name].unit}
 

@@ -1,4 +1,4 @@
-"""What happened in a run besides its steps, as lines of text."""
+"""The events of a run besides its steps, as lines of text."""
 
 from __future__ import annotations
 

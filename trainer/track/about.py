@@ -1,4 +1,4 @@
-"""What identifies and describes a run on a tracker: its name, its settings, and an id that any copy of it has, too."""
+"""The identity of a run on a tracker: its name, its settings, and an id that any copy of the run has, too."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _BACK = (b'{"event": "start"', b'{"event": "rollback"')  # the run goes on from 
 
 @dataclass(frozen=True)
 class Standing:
-    """What a tracker has of a run."""
+    """The part of a run that a tracker has."""
 
     offset: int = 0  # bytes of the journal
     highest: int = 0  # the last step, of those that count

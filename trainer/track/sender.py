@@ -66,11 +66,11 @@ class Sender:
 
     @property
     def place(self) -> str:
-        """Where the tracked run can be seen, or how."""
+        """The place where the tracked run can be seen, or a command that shows it."""
         return self._tracker.place
 
     def _noted(self) -> Standing:
-        """What the tracker has; nothing if the journal is not the one that was sent, so that all of it is sent."""
+        """The tracker's standing; empty if the journal is not the one that was sent, so that all of it is sent."""
         noted = read_standing(self._note)
         return noted if noted.tail == tail(self._journal, noted.offset) else Standing()
 

@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
     @property
     def place(self) -> str:
-        """Where the tracked run can be seen."""
+        """The place where the tracked run can be seen."""
 
 
 @contextmanager
